@@ -41,9 +41,9 @@ def loaded() -> dict[str, set[str]]:
                 os._exit(0)
             assert os.wait()[1] == 0, statement
     """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return {statement: set(names) for statement, names in map(json.loads, done.stdout.splitlines())}
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    return {statement: set(names) for statement, names in map(json.loads, result.stdout.splitlines())}
 
 
 @pytest.mark.parametrize(("statement", "allowed"), ALLOWED.items())
@@ -59,19 +59,19 @@ def test_only_one_file_touches_lightnings_private_state():
     paths = [ROOT / "vsa/data/datamodule.py", *(ROOT / "vsa/training").rglob("*.py")]
     trees = {path.name: list(ast.walk(ast.parse(path.read_text()))) for path in paths}
     uses = {name: [node for node in nodes if isinstance(node, ast.Attribute)] for name, nodes in trees.items()}
-    set_in = {name: {ast.unparse(n) for n in found if isinstance(n.ctx, ast.Store)} for name, found in uses.items()}
+    set_in = {name: {ast.unparse(n) for n in nodes if isinstance(n.ctx, ast.Store)} for name, nodes in uses.items()}
     compat = "lightning_compat.py"
     # what a class of ours sets or defines, and private names of hydra and torch
     ours = {text.removeprefix("self.") for name in trees if name != compat for text in set_in[name]}
     ours |= {node.name for name in trees for node in trees[name] if isinstance(node, ast.FunctionDef)}
     ours |= {"_target_", "_cdata", "_foreach_lerp_", "_find_object_source", "_normalize_file_name"}
 
-    def touched(name: str) -> set[str]:
+    def private_names(name: str) -> set[str]:
         imports = [n for n in trees[name] if isinstance(n, ast.ImportFrom) and "lightning" in (n.module or "")]
         private = {node.attr for node in uses[name]} | {alias.name for node in imports for alias in node.names}
         private = {attr for attr in private if attr.startswith("_") and not attr.startswith("__") and attr not in ours}
         loops = {node.attr for node in uses[name] if node.attr.endswith("_loop")}
         return private | loops | {text for text in set_in[name] if text.startswith(("trainer.", "self.trainer."))}
 
-    assert touched(compat) >= {"_SubprocessScriptLauncher", "_launcher", "fit_loop", "trainer.should_stop"}
-    assert {name: touched(name) for name in trees if name != compat and touched(name)} == {}
+    assert private_names(compat) >= {"_SubprocessScriptLauncher", "_launcher", "fit_loop", "trainer.should_stop"}
+    assert {name: private_names(name) for name in trees if name != compat and private_names(name)} == {}

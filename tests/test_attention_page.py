@@ -29,9 +29,9 @@ def test_every_method_has_a_row():
 def test_settings_that_a_row_names_exist():
     for name in ("sparge", "fine_grained"):
         budget = rows()[name].strip("|").split("|")[1]
-        named = set(re.findall(r"`(\w+)`", budget))
-        assert named, name
-        assert named <= set(own_settings(WITHOUT_PARAMETERS[name])), name
+        names = set(re.findall(r"`(\w+)`", budget))
+        assert names, name
+        assert names <= set(own_settings(WITHOUT_PARAMETERS[name])), name
 
 
 def test_every_method_has_a_section_and_those_that_are_drawn_a_picture():

@@ -25,8 +25,8 @@ REFERRED = set(re.findall(r"\$\{([\w.]+)\}", "".join(path.read_text() for path i
 def defaults_of(cls: type) -> dict[str, Any]:
     defaults = {name: parameter.default for name, parameter in arguments_of(cls).items()}
     if dataclasses.is_dataclass(cls):
-        made = {f.name: f.default_factory() for f in dataclasses.fields(cls) if callable(f.default_factory)}
-        defaults |= made
+        factory_defaults = {f.name: f.default_factory() for f in dataclasses.fields(cls) if callable(f.default_factory)}
+        defaults |= factory_defaults
     return defaults
 
 

@@ -16,24 +16,24 @@ def test_every_file_is_listed_with_what_it_is_for():
 
 
 def test_options_have_type_default_and_meaning():
-    found = {option.key: option for option in options("task/pretrain")}
-    clip = found["task.grad_clip"]
+    by_key = {option.key: option for option in options("task/pretrain")}
+    clip = by_key["task.grad_clip"]
     assert (clip.type, clip.default) == ("a number of at least 0", "1.0")
     assert clip.meaning == "largest global gradient norm; 0 disables clipping."
     # of a node inside, and with what a base class says of it
-    assert found["task.objective.shift.kind"].type == "one of constant, sqrt, table"
-    assert found["task.latent_scale"].meaning.startswith("divide latents by the standard deviation")
+    assert by_key["task.objective.shift.kind"].type == "one of constant, sqrt, table"
+    assert by_key["task.latent_scale"].meaning.startswith("divide latents by the standard deviation")
     # what the program gives is no option
-    assert "task.model" not in found
+    assert "task.model" not in by_key
 
 
 @pytest.mark.parametrize(
     "group", ["run", "attention", "sparsity/staircase", "data/toy", "callbacks", "trainer", "logger"]
 )
 def test_every_option_of_ours_says_what_it_means(group):
-    listed = options(group)
-    assert listed
-    assert [option.key for option in listed if not option.meaning] == []
+    entries = options(group)
+    assert entries
+    assert [option.key for option in entries if not option.meaning] == []
 
 
 def test_an_option_that_no_file_mentions_is_listed_too():

@@ -26,11 +26,11 @@ def test_a_device_that_does_not_work_is_named(name, capsys):
 def test_ranks_share_the_gpus(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    asked = []
-    monkeypatch.setattr(torch, "empty", lambda n, device: asked.append(device))
+    devices = []
+    monkeypatch.setattr(torch, "empty", lambda n, device: devices.append(device))
     assert [usable_device("cuda", rank=rank) for rank in (0, 3, 6)] == ["cuda:0", "cuda:3", "cuda:2"]
     assert usable_device("cuda:1", rank=3) == "cuda:1"
-    assert asked == ["cuda:0", "cuda:3", "cuda:2", "cuda:1"]
+    assert devices == ["cuda:0", "cuda:3", "cuda:2", "cuda:1"]
 
 
 def test_folders_that_cannot_be_written_are_named(tmp_path, monkeypatch):

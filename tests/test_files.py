@@ -78,15 +78,15 @@ def test_an_atomic_file_on_a_full_disk_stays_what_it_was(tmp_path: Path):
 
 
 def test_a_folder_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    done: list[tuple[str, str]] = []
+    calls: list[tuple[str, str]] = []
     fsync, rename = os.fsync, os.replace
 
     def record_fsync(descriptor: int) -> None:
-        done.append(("sync", os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}"))))
+        calls.append(("sync", os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}"))))
         fsync(descriptor)
 
     def record_rename(source: Path, target: Path) -> None:
-        done.append(("name", os.path.basename(target)))
+        calls.append(("name", os.path.basename(target)))
         rename(source, target)
 
     monkeypatch.setattr(os, "fsync", record_fsync)
@@ -96,7 +96,7 @@ def test_a_folder_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypa
         for name in ("b", "in/c", "a"):
             (temporary / name).write_text(name)
     inside = [("sync", name) for name in ("a", "b", "in", "c", ".writing-new")]
-    assert done == [*inside, ("name", "new"), ("sync", "runs")]
+    assert calls == [*inside, ("name", "new"), ("sync", "runs")]
 
 
 @pytest.mark.parametrize("replace", [False, True])

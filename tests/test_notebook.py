@@ -43,13 +43,13 @@ def test_every_cell_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     # a training sets it for the process it expects to be alone in: put back afterwards
     monkeypatch.setenv("HYDRA_FULL_ERROR", "0")
     names: dict[str, Any] = {}
-    shown = []
+    results = []
     for place, cell in enumerate(cell for cell in cells() if cell["cell_type"] == "code"):
-        shown.append(run_cell("".join(cell["source"]), names))
+        results.append(run_cell("".join(cell["source"]), names))
         if place == 0:
             assert {"count", "steps", "sampler_steps"} < names.keys()
             names |= {"count": 24, "steps": 2, "sampler_steps": 1}
-    pictures = [each for each in shown if isinstance(each, Image.Image)]
+    pictures = [each for each in results if isinstance(each, Image.Image)]
     # loss, two contact sheets, attention: what a notebook shows inline
     assert [Path(picture.filename).name for picture in pictures] == [  # type: ignore[attr-defined]
         "loss.png",
@@ -58,7 +58,7 @@ def test_every_cell_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         "attention.png",
     ]
     assert all(picture._repr_png_() for picture in pictures)
-    page = tmp_path / shown[-1]
+    page = tmp_path / results[-1]
     assert "finished at step 2 of 2" in Page(page.read_text(encoding="utf-8")).text
     # a cell that fails is not passed over
     with pytest.raises((SystemExit, ValueError)):

@@ -36,11 +36,11 @@ def test_our_two_packages_alone_are_importable_elsewhere_and_come_from_this_tree
     )
     # what pytest and a shell add to the path would hide an installation of another tree
     command = [sys.executable, "-I", "-c", code]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
-    found, foreign = done.stdout.splitlines()
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    origins, foreign = result.stdout.splitlines()
     ours = {"vsa": ROOT / "vsa", "vsa_kernels": ROOT / "kernels" / "vsa_kernels"}
     others = dict.fromkeys(("tests", "configs", "scripts"))
-    assert json.loads(found) == {name: str(path / "__init__.py") for name, path in ours.items()} | others
+    assert json.loads(origins) == {name: str(path / "__init__.py") for name, path in ours.items()} | others
     assert foreign == "True"
 
 
@@ -55,10 +55,10 @@ def test_dependencies_are_imported_somewhere():
     modules = {alias.name.partition(".")[0] for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     modules |= {str(n.module).partition(".")[0] for n in nodes if isinstance(n, ast.ImportFrom) and n.level == 0}
     owners = importlib.metadata.packages_distributions()
-    imported = {canonical(owner) for module in modules for owner in owners.get(module, [module])}
+    packages = {canonical(owner) for module in modules for owner in owners.get(module, [module])}
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    required = {canonical(re.split(r"[^\w.-]", requirement)[0]) for requirement in project["dependencies"]}
-    assert required <= imported
+    requirements = {canonical(re.split(r"[^\w.-]", requirement)[0]) for requirement in project["dependencies"]}
+    assert requirements <= packages
 
 
 def canonical(name: str) -> str:
@@ -79,13 +79,13 @@ def test_natten_that_cannot_be_installed_is_one_line(tmp_path, fails):
     python.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/calls\necho noise\necho noise >&2\nexit {int(fails)}\n')
     python.chmod(0o755)
     (tmp_path / ".installed").touch()
-    made = subprocess.run(["make", "natten", f"VENV={tmp_path}"], cwd=ROOT, capture_output=True, text=True)
-    (wanted,) = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["natten"]
-    assert (made.returncode, made.stderr) == (0, "")
-    assert [line for line in made.stdout.splitlines() if not line.startswith("make")] == [
-        f"{wanted} could not be installed, its tests are skipped"
+    result = subprocess.run(["make", "natten", f"VENV={tmp_path}"], cwd=ROOT, capture_output=True, text=True)
+    (requirement,) = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["natten"]
+    assert (result.returncode, result.stderr) == (0, "")
+    assert [line for line in result.stdout.splitlines() if not line.startswith("make")] == [
+        f"{requirement} could not be installed, its tests are skipped"
     ] * fails
     calls = (tmp_path / "calls").read_text()
-    assert ("--no-build-isolation --no-deps " + wanted in calls) != fails
-    assert f"pip install --no-build-isolation {wanted}" in (ROOT / "CONTRIBUTING.md").read_text()
+    assert ("--no-build-isolation --no-deps " + requirement in calls) != fails
+    assert f"pip install --no-build-isolation {requirement}" in (ROOT / "CONTRIBUTING.md").read_text()
     assert re.search("^test-all:.* natten$", (ROOT / "Makefile").read_text(), re.M)

@@ -57,12 +57,12 @@ def test_steps_are_round(last: int, ticks: int):
 
 @pytest.mark.parametrize("log", [False, True])
 def test_a_chart_of_many_floating_point_operations_has_no_factor_apart(tmp_path: Path, monkeypatch, log: bool):
-    kept: list[Figure] = []
-    monkeypatch.setattr("vsa.pages.charts.save_figure", lambda figure, path: kept.append(figure))
+    figures: list[Figure] = []
+    monkeypatch.setattr("vsa.pages.charts.save_figure", lambda figure, path: figures.append(figure))
     series = Series(name="a", x=np.array([1e11, 2e11, 6e11]), y=np.array([2.1, 1.5, np.nan]))
     draw_panel(Panel(x_label="FLOPs", y_label="loss", series=[series], x_log=log, y_log=True), tmp_path / "a", title="")
-    FigureCanvasAgg(kept[0]).draw()
-    (axes,) = kept[0].axes
+    FigureCanvasAgg(figures[0]).draw()
+    (axes,) = figures[0].axes
     assert axes.xaxis.get_offset_text().get_text() == ""
     texts = [text.get_text() for axis in (axes.xaxis, axes.yaxis) for text in axis.get_ticklabels(which="both")]
     assert any(text.endswith("G") for text in texts)
@@ -75,8 +75,8 @@ def test_pages_and_pictures_have_one_palette():
     site = (ROOT / "docs/site.css").read_text()
     light, dark = (dict(re.findall(r"--([\w-]+): (#\w+);", part)) for part in page.split("@media", 2)[:2])
     own = {name: (a, b) for name, a, b in re.findall(r"--(\w+): light-dark\((#\w+), (#\w+)\)", inspector)}
-    called = {"paper": "ground", "ink": "ink", "faint": "soft", "card": "raised", "line": "line", "accent": "accent"}
-    assert own == {name: (light[other], dark[other]) for name, other in called.items()}
+    names = {"paper": "ground", "ink": "ink", "faint": "soft", "card": "raised", "line": "line", "accent": "accent"}
+    assert own == {name: (light[other], dark[other]) for name, other in names.items()}
     assert light["soft"] == SOFT
     marks = dict(re.findall(r"--(query|selected|missed): (#\w+)", inspector))
     assert marks == {"query": QUERY, "selected": SELECTED, "missed": MISSED}

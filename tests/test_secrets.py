@@ -46,9 +46,9 @@ def test_no_setting_of_ours_is_taken_for_a_secret():
         for inner in node.values() if isinstance(node, dict) else node if isinstance(node, list) else ():
             yield from names(inner)
 
-    found = {name for path in CONFIGS.rglob("*.yaml") for name in names(yaml.safe_load(path.read_text()))}
-    assert len(found) > 100
-    assert not [name for name in found if is_secret_name(name)]
+    keys = {name for path in CONFIGS.rglob("*.yaml") for name in names(yaml.safe_load(path.read_text()))}
+    assert len(keys) > 100
+    assert not [name for name in keys if is_secret_name(name)]
 
 
 @pytest.mark.parametrize(

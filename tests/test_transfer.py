@@ -23,12 +23,12 @@ def test_a_gpu_gets_the_same_values_without_a_wait():
     expected = torch.arange(1000.0)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        moved = [sent(x, "cuda") for x in (expected, expected[::2], staging((1000,), "cuda").copy_(expected))]
+        copies = [sent(x, "cuda") for x in (expected, expected[::2], staging((1000,), "cuda").copy_(expected))]
         # the control: other memory waits
         with pytest.raises(RuntimeError):
             expected.to("cuda")
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    for x, there in zip((expected, expected[::2], expected), moved, strict=True):
+    for x, there in zip((expected, expected[::2], expected), copies, strict=True):
         assert there.is_cuda
         assert torch.equal(there.cpu(), x)

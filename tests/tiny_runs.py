@@ -203,14 +203,14 @@ class TinyTraining:
 
     def config(self, *overrides: str) -> Any:
         """The composed config of a tiny run; `~key` drops one of the tiny settings, for groups that lack the key."""
-        dropped = {o[1:] for o in overrides if o.startswith("~")}
+        dropped_keys = {o[1:] for o in overrides if o.startswith("~")}
         if any(o.startswith("debug=") for o in overrides):
             # these write no checkpoints
-            dropped.add("callbacks.checkpoint.every_n_steps")
-        tiny = [o for o in TINY_OVERRIDES if o.partition("=")[0] not in dropped]
-        chosen = [o for o in overrides if not o.startswith("~")]
+            dropped_keys.add("callbacks.checkpoint.every_n_steps")
+        tiny = [o for o in TINY_OVERRIDES if o.partition("=")[0] not in dropped_keys]
+        rest = [o for o in overrides if not o.startswith("~")]
         groups, values = [], [f"output_dir={self.output}"]
-        for override in chosen:
+        for override in rest:
             key = override.partition("=")[0]
             is_value = key in NO_GROUPS or ("." in key and not set(key) & set("+@"))
             (values if is_value else groups).append(override)
@@ -225,12 +225,12 @@ class TinyTraining:
 
     def __call__(self, *overrides: str, callbacks: tuple[L.Callback, ...] = ()) -> L.Trainer | None:
         """Train; returns the trainer, None where there was nothing to do."""
-        made: list[L.Trainer] = []
+        trainers: list[L.Trainer] = []
         make = run_module._trainer
 
         def with_callbacks(cfg, module, configured, loggers):
-            made.append(make(cfg, module, [*configured, *callbacks], loggers))
-            return made[-1]
+            trainers.append(make(cfg, module, [*configured, *callbacks], loggers))
+            return trainers[-1]
 
         with self._patch.context() as patch:
             if base.loss_curve is loss_curve:
@@ -241,7 +241,7 @@ class TinyTraining:
                 patch.setattr(ending, "write_run_page", lambda run: run.folder / "report.html")
             patch.setattr(run_module, "_trainer", with_callbacks)
             run_module.train(self.config(*overrides))
-        return made[-1] if made else None
+        return trainers[-1] if trainers else None
 
     def metrics(self, run: str = "default") -> dict[int, dict[str, str]]:
         """Rows of `metrics.csv` by step."""
@@ -258,8 +258,8 @@ class TinyTraining:
 
     def tensors(self, run: str = "default") -> dict[str, torch.Tensor]:
         """Weights, averages and moments of the newest checkpoint."""
-        found = self.last(run)
-        return {f"{g}/{k}": v for g in ("model", "ema", "optimizer") for k, v in found.tensors(g).items()}
+        checkpoint = self.last(run)
+        return {f"{g}/{k}": v for g in ("model", "ema", "optimizer") for k, v in checkpoint.tensors(g).items()}
 
 
 @pytest.fixture(scope="session", autouse=True)

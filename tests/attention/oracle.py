@@ -60,8 +60,8 @@ def video_sparse_oracle(
     for b in range(batch):
         for h in range(heads):
             for i in range(len(tiles)):
-                kept = min(topk, int((owner == owner[i]).sum()))
-                for j in scores[b, h, i].argsort(descending=True)[:kept].tolist():
+                count = min(topk, int((owner == owner[i]).sum()))
+                for j in scores[b, h, i].argsort(descending=True)[:count].tolist():
                     mask[b, h] |= members[i][:, None] & members[j]
     logits = (q @ k.transpose(-1, -2) * scale).masked_fill(~mask, -math.inf)
     fine = logits.softmax(-1) @ v

@@ -101,8 +101,8 @@ def test_pooled_keys_are_means_of_cuboids(pool, grid):
 
 def test_layers_take_turns():
     groups = [(1, "all", "all"), ("all", 1, 1), ("all", 8, 8)]
-    chosen = [GroupedAttention(**SIZES, layer_idx=i, groups=groups).group for i in range(5)]
-    assert chosen == [*groups, *groups[:2]]
+    layer_groups = [GroupedAttention(**SIZES, layer_idx=i, groups=groups).group for i in range(5)]
+    assert layer_groups == [*groups, *groups[:2]]
     other = [GroupedAttention(**SIZES, layer_idx=i, groups=groups, first=2).group for i in range(4)]
     assert other == [groups[2], *groups]
 

@@ -44,16 +44,16 @@ def test_no_selection_of_as_many_tiles_a_row_holds_more_mass(grid):
     mass = torch.stack(
         [torch.stack([weights[:, row][:, :, column].sum(-1).mean(-1) for column in rows], -1) for row in rows], 1
     )
-    permuted = layout.permute(q), layout.permute(k)
-    assert torch.allclose(oracle_scores(*permuted, layout)[0].double(), mass, atol=1e-6)
-    kept = {name: selected(name, layout, *permuted, topk)[0] for name in ("oracle", "mean", "random")}
-    held = {name: (mass * tiles).sum(-1) for name, tiles in kept.items()}
+    tensors = layout.permute(q), layout.permute(k)
+    assert torch.allclose(oracle_scores(*tensors, layout)[0].double(), mass, atol=1e-6)
+    selections = {name: selected(name, layout, *tensors, topk)[0] for name in ("oracle", "mean", "random")}
+    masses = {name: (mass * tiles).sum(-1) for name, tiles in selections.items()}
     best = torch.stack([mass[..., list(some)].sum(-1) for some in itertools.combinations(range(len(rows)), topk)])
-    assert torch.allclose(held["oracle"], best.amax(0), atol=1e-6)
+    assert torch.allclose(masses["oracle"], best.amax(0), atol=1e-6)
     # control: the other scores are not the best, each row keeps as many tiles
-    assert (held["mean"] < best.amax(0) - 1e-3).any()
-    assert held["random"].mean() < held["mean"].mean() < held["oracle"].mean()
-    assert all((tiles.sum(-1) == topk).all() for tiles in kept.values())
+    assert (masses["mean"] < best.amax(0) - 1e-3).any()
+    assert masses["random"].mean() < masses["mean"].mean() < masses["oracle"].mean()
+    assert all((tiles.sum(-1) == topk).all() for tiles in selections.values())
 
 
 def test_random_scores_are_uniform_and_depend_on_seed_and_layer_alone():
@@ -72,28 +72,30 @@ def test_random_scores_are_uniform_and_depend_on_seed_and_layer_alone():
         other = random_scores(q, layout, seed)
         assert abs(float(torch.corrcoef(torch.stack([scores.flatten(), other.flatten()]))[0, 1])) < 0.01
     # every kv tile is in as many lists, about
-    kept = selected("random", layout, q[..., :2, :], q[..., :2, :], 64)
-    counts = kept.sum(2).float()
+    selection = selected("random", layout, q[..., :2, :], q[..., :2, :], 64)
+    counts = selection.sum(2).float()
     assert abs(float(counts.mean()) - 64) < 1e-4
     assert float(counts.std()) < 2 * math.sqrt(64 * 0.75)
     again = selected("random", layout, q[..., :2, :], q[..., :2, :], 64)
     layer = selected("random", layout, q[..., :2, :], q[..., :2, :], 64, layer_idx=1)
-    seeded = selected("random", layout, q[..., :2, :], q[..., :2, :], 64, score_seed=1)
-    assert torch.equal(kept, again)
-    assert not torch.equal(kept, layer)
-    assert not torch.equal(kept, seeded)
+    other_seed = selected("random", layout, q[..., :2, :], q[..., :2, :], 64, score_seed=1)
+    assert torch.equal(selection, again)
+    assert not torch.equal(selection, layer)
+    assert not torch.equal(selection, other_seed)
 
 
 def test_random_scores_are_not_what_a_row_is_expected_to_attend_to():
-    seen = {}
+    records = {}
     for score in ("random", "oracle"):
         method = StagedAttention(**SIZES, stages="f", tile_thw=(1, 2, 2), score=score, fine_gate=False)
         layout = method.layout([Segment((2, 4, 4))])
-        ctx = AttnContext(layout=layout, topk=2, recorder=lambda _, tensors, score=score: seen.update({score: tensors}))
+        ctx = AttnContext(
+            layout=layout, topk=2, recorder=lambda _, tensors, score=score: records.update({score: tensors})
+        )
         q, k, v = torch.randn(3, 1, 32, 2, 4)
         method.attend(q, k, v, ctx)
-    assert "scores" not in seen["random"]
-    assert torch.allclose(seen["oracle"]["scores"].exp().sum(-1), torch.ones(()))
+    assert "scores" not in records["random"]
+    assert torch.allclose(records["oracle"]["scores"].exp().sum(-1), torch.ones(()))
 
 
 @pytest.mark.parametrize("group", [(1, "all", "all"), ("all", 1, 1), (2, 3, "all")], ids=str)

@@ -84,9 +84,9 @@ def context(layout: TileLayout, denoising: Denoising, topk: Any = 3, recorder: A
 
 def selected(method: AttentionMethod, qkv: list[Tensor], extra: dict[str, Tensor], ctx: AttnContext) -> BlockIndex:
     """What a call selects, as its recorder sees it."""
-    seen: dict[str, Tensor] = {}
-    method(*qkv, extra, replace(ctx, recorder=lambda layer, recorded: seen.update(recorded)))
-    return BlockIndex(kv_indices=seen["kv_indices"], kv_num_blocks=seen["kv_num_blocks"])
+    records: dict[str, Tensor] = {}
+    method(*qkv, extra, replace(ctx, recorder=lambda layer, values: records.update(values)))
+    return BlockIndex(kv_indices=records["kv_indices"], kv_num_blocks=records["kv_num_blocks"])
 
 
 # plans
@@ -155,14 +155,14 @@ def test_a_reused_selection_is_that_of_the_pass_before(name):
     first, second = tensors(2, 1), tensors(2, 2)
     expected = method(*first, extra, replace(context(layout, denoising), denoising=None))
     assert torch.equal(method(*first, extra, context(layout, denoising)), expected)
-    kept = selected(method, first, extra, AttnContext(layout=layout, topk=3, layer_idx=3))
+    selection = selected(method, first, extra, AttnContext(layout=layout, topk=3, layer_idx=3))
     later = context(layout, denoising, step=1)
-    assert torch.equal(selected(method, second, extra, later).to_dense(TILES), kept.to_dense(TILES))
-    found = method(*second, extra, later)
-    assert torch.equal(found, method(*second, extra, AttnContext(layout=layout, topk=3, selection=kept)))
+    assert torch.equal(selected(method, second, extra, later).to_dense(TILES), selection.to_dense(TILES))
+    actual = method(*second, extra, later)
+    assert torch.equal(actual, method(*second, extra, AttnContext(layout=layout, topk=3, selection=selection)))
     # controls: its own selection; another top-k, layer or refresh selects anew
     own = method(*second, extra, AttnContext(layout=layout, topk=3))
-    assert (found - own).abs().max() > 1e-3
+    assert (actual - own).abs().max() > 1e-3
     assert torch.equal(method(*second, extra, context(layout, denoising, step=2)), own)
     other = method(*second, extra, AttnContext(layout=layout, topk=4))
     assert torch.equal(method(*second, extra, context(layout, denoising, topk=4, step=1)), other)
@@ -173,9 +173,9 @@ def test_a_reused_selection_is_attention_under_its_mask():
     denoising = Denoising(DenoisingPlan(refresh=4))
     first, second = tensors(2, 1, torch.float64), tensors(2, 2, torch.float64)
     method.attend(*first, context(layout, denoising))
-    found = method.attend(*second, context(layout, denoising, step=3))["fine"]
+    actual = method.attend(*second, context(layout, denoising, step=3))["fine"]
 
-    def masked(chosen_by: list[Tensor]) -> Tensor:
+    def reference(chosen_by: list[Tensor]) -> Tensor:
         owner = torch.arange(TILES).repeat_interleave(layout.blocks.sizes)
         mean = torch.nn.functional.one_hot(owner).double().T / layout.blocks.sizes[:, None]
         q, k, v = (x.transpose(1, 2) for x in second)
@@ -184,8 +184,8 @@ def test_a_reused_selection_is_attention_under_its_mask():
         logits = (q @ k.mT * DIM**-0.5).masked_fill(~tiles[:, :, owner][..., owner], -math.inf)
         return (logits.softmax(-1) @ v).transpose(1, 2)
 
-    assert (found - masked(first)).abs().max() < 1e-12
-    assert (found - masked(second)).abs().max() > 1e-2
+    assert (actual - reference(first)).abs().max() < 1e-12
+    assert (actual - reference(second)).abs().max() > 1e-2
 
 
 @pytest.mark.parametrize("name", ["video_sparse", "within", "tail"])
@@ -198,12 +198,12 @@ def test_own_and_shared_caches_of_two_passes(name):
     assert not torch.equal(mine, theirs)
     for shared, expected in ((False, theirs), (True, mine)):
         denoising = Denoising(DenoisingPlan(refresh=2, shared_cache=shared))
-        for step, moved in ((0, 0.0), (1, 3.0)):
+        for step, shift in ((0, 0.0), (1, 3.0)):
             for number, qkv in enumerate((cond, uncond)):
                 # queries of the second step would choose otherwise
-                qkv = [qkv[0].roll(int(moved), 1), *qkv[1:]]
-                chosen = selected(method, qkv, extra, context(layout, denoising, step=step, number=number))
-                assert torch.equal(chosen.to_dense(TILES), mine if number == 0 else expected), (shared, step, number)
+                qkv = [qkv[0].roll(int(shift), 1), *qkv[1:]]
+                selection = selected(method, qkv, extra, context(layout, denoising, step=step, number=number))
+                assert torch.equal(selection.to_dense(TILES), mine if number == 0 else expected), (shared, step, number)
     # without keeping anything the unconditional pass follows in every step
     denoising = Denoising(DenoisingPlan(shared_cache=True))
     for step, (q, k, v) in enumerate((tensors(2, 3), tensors(2, 4))):
@@ -221,8 +221,8 @@ def test_a_shared_cache_of_guidance_in_one_batch(half):
     leaders = own[:2] if half == "first" else own[2:]
     for refresh in (1, 2):
         denoising = Denoising(DenoisingPlan(shared_cache=True, refresh=refresh))
-        found = selected(method, qkv, extra, context(layout, denoising, conditional=half))
-        assert torch.equal(found.to_dense(TILES), torch.cat([leaders, leaders]))
+        selection = selected(method, qkv, extra, context(layout, denoising, conditional=half))
+        assert torch.equal(selection.to_dense(TILES), torch.cat([leaders, leaders]))
     assert not torch.equal(own, torch.cat([leaders, leaders]))
     apart = Denoising(DenoisingPlan(refresh=2))
     assert torch.equal(selected(method, qkv, extra, context(layout, apart, conditional=half)).to_dense(TILES), own)
@@ -241,8 +241,8 @@ def test_a_dense_layer_is_dense_attention(name):
     qkv = tensors(2, 1)
     dense = torch.nn.functional.scaled_dot_product_attention(*(x.double().transpose(1, 2) for x in qkv)).transpose(1, 2)
     for plan in (DenoisingPlan(dense_steps=1), DenoisingPlan(dense_layers=[3])):
-        found = method(*qkv, extra, context(layout, Denoising(plan), topk=2))
-        assert (found - dense).abs().max() < 1e-5
+        actual = method(*qkv, extra, context(layout, Denoising(plan), topk=2))
+        assert (actual - dense).abs().max() < 1e-5
         other = plan.dense_steps and context(layout, Denoising(plan), topk=2, step=1)
         ctx = other or replace(context(layout, Denoising(DenoisingPlan(dense_layers=[2])), topk=2))
         if name != "full":
@@ -269,16 +269,16 @@ def test_lists_of_samples_with_a_topk_of_their_own(data):
     )
     counts = data.draw(st.lists(st.integers(1, columns + 2), min_size=batch, max_size=batch))
     topk = SampleTopk(torch.tensor(counts, dtype=torch.int32), max(counts))
-    found = select_blocks(scores, topk)
-    assert found.max_blocks == min(max(counts), columns)
+    index = select_blocks(scores, topk)
+    assert index.max_blocks == min(max(counts), columns)
     for b, count in enumerate(counts):
         alone = select_blocks(scores[b : b + 1], count).to_dense(columns)
-        assert torch.equal(found.to_dense(columns)[b : b + 1], alone)
+        assert torch.equal(index.to_dense(columns)[b : b + 1], alone)
         # by definition: as many entries, none of the others above them
-        kept = found.to_dense(columns)[b]
-        assert (kept.sum(-1) == min(count, columns)).all()
-        least = scores[b].masked_fill(~kept, math.inf).amin(-1)
-        assert (scores[b].masked_fill(kept, -math.inf).amax(-1) < least).all()
+        mask = index.to_dense(columns)[b]
+        assert (mask.sum(-1) == min(count, columns)).all()
+        least = scores[b].masked_fill(~mask, math.inf).amin(-1)
+        assert (scores[b].masked_fill(mask, -math.inf).amax(-1) < least).all()
 
 
 @given(st.integers(0, 1000), st.sampled_from(["masks", "first", "union", "none"]))
@@ -288,9 +288,9 @@ def test_lists_of_samples_with_masks(seed, kind):
     candidates, other = (torch.rand(5, 9, generator=generator) < share for share in (0.7, 0.2))
     masks = {"masks": {"candidates": candidates, "always": other}, "none": {}}.get(kind, {kind: other})
     counts = torch.randint(1, 10, (3,), generator=generator, dtype=torch.int32)
-    found = select_blocks(scores, SampleTopk(counts, int(counts.max())), **masks).to_dense(9)
+    actual = select_blocks(scores, SampleTopk(counts, int(counts.max())), **masks).to_dense(9)
     alone = [select_blocks(scores[b : b + 1], int(counts[b]), **masks).to_dense(9) for b in range(3)]
-    assert torch.equal(found, torch.cat(alone))
+    assert torch.equal(actual, torch.cat(alone))
 
 
 @pytest.mark.parametrize("name", SELECTING)
@@ -299,7 +299,7 @@ def test_samples_of_a_batch_are_what_they_are_alone(name):
     qkv = [x.requires_grad_() for x in tensors(2, 6)]
     counts = (2, 5)
     ctx = AttnContext(layout=layout, topk=5, sample_topk=torch.tensor([counts], dtype=torch.int32)).layer(0)
-    found = method(*qkv, extra, ctx)
+    actual = method(*qkv, extra, ctx)
     apart = [
         method(
             *(x[i : i + 1] for x in qkv),
@@ -309,14 +309,14 @@ def test_samples_of_a_batch_are_what_they_are_alone(name):
         for i, k in enumerate(counts)
     ]
     expected = torch.cat(apart)
-    assert (found - expected).abs().max() < 1e-5
-    weight = torch.randn_like(found)
+    assert (actual - expected).abs().max() < 1e-5
+    weight = torch.randn_like(actual)
     for ours, theirs in zip(
-        *(torch.autograd.grad((out * weight).sum(), qkv) for out in (found, expected)), strict=True
+        *(torch.autograd.grad((out * weight).sum(), qkv) for out in (actual, expected)), strict=True
     ):
         assert (ours - theirs).abs().max() < 1e-4
     # control: both with the top-k of one
-    assert (found - method(*qkv, extra, AttnContext(layout=layout, topk=2))).abs().max() > 1e-3
+    assert (actual - method(*qkv, extra, AttnContext(layout=layout, topk=2))).abs().max() > 1e-3
 
 
 def test_samples_with_a_topk_of_their_own_against_a_dense_mask():
@@ -325,7 +325,7 @@ def test_samples_with_a_topk_of_their_own_against_a_dense_mask():
     qkv = tensors(2, 7, torch.float64)
     counts = torch.tensor([[2, TILES]], dtype=torch.int32)
     ctx = AttnContext(layout=layout, topk=TILES, sample_topk=counts).layer(0)
-    found = layout.unpermute(
+    actual = layout.unpermute(
         method(*(layout.permute(x) for x in qkv), {n: layout.permute(g) for n, g in gates.items()}, ctx)
     )
     row = {
@@ -335,8 +335,8 @@ def test_samples_with_a_topk_of_their_own_against_a_dense_mask():
     }
     for i, topk in enumerate((2, TILES)):
         one = [x[i : i + 1] for x in (*qkv, *gates.values())]
-        assert (found[i] - video_sparse_oracle(*one, **row, topk=topk)[0]).abs().max() < 1e-12
-        assert (found[i] - video_sparse_oracle(*one, **row, topk=5)[0]).abs().max() > 1e-3
+        assert (actual[i] - video_sparse_oracle(*one, **row, topk=topk)[0]).abs().max() < 1e-12
+        assert (actual[i] - video_sparse_oracle(*one, **row, topk=5)[0]).abs().max() > 1e-3
 
 
 def test_samples_follow_the_ranges_by_their_timestep():
@@ -372,18 +372,18 @@ def test_a_range_has_its_own_end_on_the_way_of_the_schedule(make):
         for each in (schedule, base, *ends):
             if each.measured and step:
                 each.observe(step, 0.3)
-        found = schedule.topk_per_layer(step, 20, 3)
-        assert isinstance(found, DenoisingTopk)
-        assert found.base == base.topk_per_layer(step, 20, 3)
-        first, second = (row for _, _, row in found.ranges)
+        topks = schedule.topk_per_layer(step, 20, 3)
+        assert isinstance(topks, DenoisingTopk)
+        assert topks.base == base.topk_per_layer(step, 20, 3)
+        first, second = (row for _, _, row in topks.ranges)
         assert first == (k := ends[0].topk(step, 20), 20, k)
         assert second[0] >= 5
         assert second[1] == 20
     # a quarter of the tiles in the end
     assert second == (5, 20, 5)
     assert schedule.topk_per_layer(0, 20, 3, "dense") == 20
-    halved = schedule.topk_per_layer(13, 20, 3, "half")
-    assert [halved.base, *(row for _, _, row in halved.ranges)] == [(2, 20, 2), (5, 20, 5), (3, 20, 3)]
+    half = schedule.topk_per_layer(13, 20, 3, "half")
+    assert [half.base, *(row for _, _, row in half.ranges)] == [(2, 20, 2), (5, 20, 5), (3, 20, 3)]
     if not schedule.measured:
         assert schedule.final_step(20) == max(each.final_step(20) for each in (*ends, base))
 
@@ -405,15 +405,15 @@ def test_expected_tiles_over_samples():
 
 
 def test_a_method_follows_what_it_has_a_use_for():
-    kept = DenoisingPlan(dense_steps=2, dense_layers=(1,), refresh=3, shared_cache=True)
-    plan = replace(kept, rounding="down", step_topk=[(4, 1)])
+    base = DenoisingPlan(dense_steps=2, dense_layers=(1,), refresh=3, shared_cache=True)
+    plan = replace(base, rounding="down", step_topk=[(4, 1)])
     assert plan.for_method(selects=True, predicts=False) is plan
-    assert plan.for_method(selects=False, predicts=True) == kept
-    kept.refuse_without_topk("it", predicts=True)
+    assert plan.for_method(selects=False, predicts=True) == base
+    base.refuse_without_topk("it", predicts=True)
     least = DenoisingPlan(dense_steps=2, dense_layers=(1,))
     assert plan.for_method(selects=False, predicts=False) == least
     least.refuse_without_topk("it")
     with pytest.raises(ValueError, match="denoising has refresh=3, but it selects no tiles"):
-        kept.refuse_without_topk("it")
+        base.refuse_without_topk("it")
     with pytest.raises(ValueError, match=r"denoising has step_topk=\(\(4, 1\),\), but it has no top-k"):
         DenoisingPlan(step_topk=[(4, 1)]).refuse_without_topk("it", predicts=True)

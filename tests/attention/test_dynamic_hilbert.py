@@ -79,8 +79,8 @@ class Setting:
         zero = self.padding == "zeros"
 
         def means(x, block):
-            found = [x[sub].sum(0) / (self.sub_tokens if zero else len(sub)) for sub in block]
-            return found + [torch.zeros(DIM, dtype=x.dtype)] * (places - len(block) if zero else 0)
+            rows = [x[sub].sum(0) / (self.sub_tokens if zero else len(sub)) for sub in block]
+            return rows + [torch.zeros(DIM, dtype=x.dtype)] * (places - len(block) if zero else 0)
 
         keys = [torch.stack(means(k, block)) for block in subs]
         total = torch.zeros(len(video), len(video), dtype=q.dtype)
@@ -93,21 +93,21 @@ class Setting:
     def mask(self, q, k):
         """bool `[H, L, L]` in raster order, and the smallest margin of a choice."""
         video, text = self.blocks()
-        kept = len(video)
-        if self.topk < kept:
-            kept = max(1, self.topk - len(text)) if self.text_budget == "within" else self.topk
-        seen, margin = torch.zeros(HEADS, self.length, self.length, dtype=torch.bool), math.inf
+        count = len(video)
+        if self.topk < count:
+            count = max(1, self.topk - len(text)) if self.text_budget == "within" else self.topk
+        masks, margin = torch.zeros(HEADS, self.length, self.length, dtype=torch.bool), math.inf
         texts = [token for block in text for token in block]
         for head in range(HEADS):
             scores = self.scores(q[0, :, head], k[0, :, head]).tolist()
             for i, block in enumerate(video):
-                ranked = sorted(range(len(video)), key=lambda j, row=scores[i]: (-row[j], j))
-                if kept < len(video):
-                    margin = min(margin, scores[i][ranked[kept - 1]] - scores[i][ranked[kept]])
-                visible = [token for j in ranked[:kept] for token in video[j]] + texts
-                seen[head, torch.tensor(block)[:, None], torch.tensor(visible)] = True
-            seen[head, texts] = True
-        return seen, margin
+                order = sorted(range(len(video)), key=lambda j, row=scores[i]: (-row[j], j))
+                if count < len(video):
+                    margin = min(margin, scores[i][order[count - 1]] - scores[i][order[count]])
+                visible = [token for j in order[:count] for token in video[j]] + texts
+                masks[head, torch.tensor(block)[:, None], torch.tensor(visible)] = True
+            masks[head, texts] = True
+        return masks, margin
 
 
 def _cut(tokens: list[int], size: int) -> list[list[int]]:
@@ -122,10 +122,10 @@ def attention(q, k, v, mask):
 
 def run(method, setting, tensors, **context):
     """Output and mask `[H, L, L]`, both in raster order."""
-    layout, seen = method.layout(setting.segments), {}
-    ctx = AttnContext(layout=layout, topk=setting.topk, recorder=lambda _, recorded: seen.update(recorded), **context)
+    layout, records = method.layout(setting.segments), {}
+    ctx = AttnContext(layout=layout, topk=setting.topk, recorder=lambda _, values: records.update(values), **context)
     out = layout.unpermute(method(*(layout.permute(x) for x in tensors), {}, ctx))
-    lists = recorded_index(seen).to_dense(layout.blocks.num)[0].expand(HEADS, -1, -1)
+    lists = recorded_index(records).to_dense(layout.blocks.num)[0].expand(HEADS, -1, -1)
     rows = lists.repeat_interleave(layout.video_blocks.sizes, 1).repeat_interleave(layout.blocks.sizes, 2)
     sizes = [stop - start for start, stop in layout.video_spans]
     mask = torch.ones(HEADS, layout.num_tokens, layout.num_tokens, dtype=torch.bool)
@@ -207,8 +207,8 @@ def test_blocks_without_sub_blocks_are_ranked_by_their_means():
     tensors = setting.tensors()
     plain = StagedAttention(**LAYER, stages="f", fine_gate=False, tile_thw=(1, 1, 16), partition="raster_run")
     out, mask = run(setting.method(), setting, tensors)
-    expected, staged = run(plain, setting, tensors)
-    assert torch.equal(mask, staged)
+    expected, expected_mask = run(plain, setting, tensors)
+    assert torch.equal(mask, expected_mask)
     assert torch.equal(out, expected)
     assert not torch.equal(run(replace(setting, sub_tokens=4).method(), setting, tensors)[1], mask)
 
@@ -254,8 +254,8 @@ def test_training_is_asked_for_and_has_a_constant_mask(texts):
     assert torch.equal(out, expected)
     weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)
     ours = torch.autograd.grad((out * weights).sum(), leaves)
-    for seen, agrees in ((mask, True), (torch.ones_like(mask), False)):
-        theirs = torch.autograd.grad((attention(*leaves, seen) * weights).sum(), leaves)
+    for candidate, agrees in ((mask, True), (torch.ones_like(mask), False)):
+        theirs = torch.autograd.grad((attention(*leaves, candidate) * weights).sum(), leaves)
         assert all(torch.allclose(a, b, atol=1e-10) for a, b in zip(ours, theirs, strict=True)) is agrees
 
 
@@ -325,23 +325,23 @@ class Computed:
             getattr(dynamic_hilbert, name) for name in ("block_sparse_attn", "dense_attn_per_sample", "subblock_scores")
         )
 
-        def attended(q, k, v, index, *, q_blocks, kv_blocks, **options):
+        def record_attention(q, k, v, index, *, q_blocks, kv_blocks, **options):
             self.densities.append(density(index, q_blocks, kv_blocks).mean(1).flatten())
             return attend(q, k, v, index, q_blocks=q_blocks, kv_blocks=kv_blocks, **options)
 
-        def densely(q, *rest):
+        def record_dense(q, *rest):
             self.densities.append(torch.ones(len(q)))
             return dense(q, *rest)
 
-        def scored(*arguments):
+        def record_scores(*arguments):
             # the call whose density comes next
             self.scored.append(len(self.densities))
             return scores(*arguments)
 
         for name, function in {
-            "block_sparse_attn": attended,
-            "dense_attn_per_sample": densely,
-            "subblock_scores": scored,
+            "block_sparse_attn": record_attention,
+            "dense_attn_per_sample": record_dense,
+            "subblock_scores": record_scores,
         }.items():
             monkeypatch.setattr(dynamic_hilbert, name, function)
 
@@ -370,14 +370,14 @@ def denoise(plan: DenoisingPlan, steps: int, layers: int, monkeypatch) -> tuple[
         denoising=plan,
         latent_shape=shape,
     )
-    computed = Computed(monkeypatch)
+    log = Computed(monkeypatch)
     with torch.no_grad():
         sample_latents(model, Captions(), ["a"], torch.tensor([0]), options)
-    shares = torch.stack(computed.densities)
+    shares = torch.stack(log.densities)
     # both passes of guidance
     assert shares.shape == (steps * layers, 2)
     assert torch.equal(shares[:, 0], shares[:, 1])
-    return shares[:, 0].view(steps, layers).double(), [call // layers for call in computed.scored]
+    return shares[:, 0].view(steps, layers).double(), [call // layers for call in log.scored]
 
 
 def test_the_schedule_computes_what_the_paper_says(monkeypatch):
@@ -417,14 +417,14 @@ def held(order: str, capture, topk: int) -> tuple[float, float]:
     """Variance inside the blocks of an order, of queries and keys, and recall of the blocks that it selects."""
     _, _, heads, dim = capture.q.shape
     method = DynamicHilbertAttention(dim=heads * dim, num_heads=heads, head_dim=dim, order=order)
-    layout, seen = method.layout([Segment(capture.grid_thw)]), {}
+    layout, records = method.layout([Segment(capture.grid_thw)]), {}
     q, k, v = (layout.permute(x) for x in (capture.q, capture.k, capture.v))
     blocks = [block for x in (q, k) for block in x.split(method.tokens, dim=1)]
     variance = float(torch.stack([block.var(1, correction=0).mean() for block in blocks]).mean())
-    ctx = AttnContext(layout=layout, topk=topk, recorder=lambda _, recorded: seen.update(recorded))
+    ctx = AttnContext(layout=layout, topk=topk, recorder=lambda _, values: records.update(values))
     method(q, k, v, {}, ctx)
     tokens = torch.arange(0, layout.num_tokens, 5)
-    recall = visible_recall(q, k, recorded_index(seen), tokens, layout.blocks, layout.blocks)
+    recall = visible_recall(q, k, recorded_index(records), tokens, layout.blocks, layout.blocks)
     return variance, float(recall.selected.mean())
 
 

@@ -47,10 +47,10 @@ def test_queries_in_parts_have_the_same_outputs_and_gradients():
         out = attend(*leaves, mask)
         return out.detach(), *torch.autograd.grad(out, leaves, dout)
 
-    for shown in (mask, None):
-        expected = results(dense_attn, shown)
+    for key_mask in (mask, None):
+        expected = results(dense_attn, key_mask)
         for parts in (2, 3, 4):
-            torch.testing.assert_close(results(lambda *x, n=parts: attn_in_parts(*x, n), shown), expected)
+            torch.testing.assert_close(results(lambda *x, n=parts: attn_in_parts(*x, n), key_mask), expected)
     # the mask of each sample belongs to all of its parts
     assert not torch.allclose(results(dense_attn, mask.flip(0))[0], results(dense_attn, mask)[0])
 
@@ -63,12 +63,12 @@ def test_parts_are_one_compiled_graph():
     q, k, v = (torch.randn(2, n, 3, 8, requires_grad=True) for n in (12, 5, 5))
     mask = torch.tensor([[True] * 5, [True] * 3 + [False] * 2])[:, None, None]
     compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
-    for found, expected in zip(
+    for actual, expected in zip(
         torch.autograd.grad(compiled(q, k, v, mask).square().sum(), (q, k, v)),
         torch.autograd.grad(dense_attn(q, k, v, mask).square().sum(), (q, k, v)),
         strict=True,
     ):
-        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(actual, expected)
 
 
 def test_queries_are_divided_evenly():
@@ -86,10 +86,10 @@ def test_cross_attention_of_a_training_step(device):
     q, k, v, dout = (torch.randn(1, n, 2, 64, dtype=dtype).to(device) for n in (4096, 77, 77, 4096))
     mask = (torch.arange(77) < 40)[None, None, None].to(device)
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    found = torch.autograd.grad(cross_attn(*leaves, mask), leaves, dout)
+    actual = torch.autograd.grad(cross_attn(*leaves, mask), leaves, dout)
     twin = [x.detach().double().requires_grad_() for x in (q, k[:, :40], v[:, :40])]
     expected = torch.autograd.grad(softmax_attn(*twin), twin, dout.double())
-    for a, b in zip(found, expected, strict=True):
+    for a, b in zip(actual, expected, strict=True):
         b = b if a.shape == b.shape else torch.nn.functional.pad(b, (0, 0, 0, 0, 0, 37))
         assert (a.double() - b).norm() < 1e-2 * b.norm()
         assert (a.double() - 1.02 * b).norm() > 1e-2 * b.norm()

@@ -345,14 +345,14 @@ def test_proposed_tiles_are_few(grid, volume):
 
 
 def test_proposals_for_wan_480p():
-    ranked = proposals((21, 30, 52), 64)
-    counts = {tile: math.prod(math.ceil(n / c) for n, c in zip((21, 30, 52), tile, strict=True)) for tile in ranked}
+    tiles = proposals((21, 30, 52), 64)
+    counts = {tile: math.prod(math.ceil(n / c) for n, c in zip((21, 30, 52), tile, strict=True)) for tile in tiles}
     assert counts[4, 4, 4] == 624
     assert counts[7, 3, 3] == 540
-    assert ranked.index((7, 3, 3)) < ranked.index((4, 4, 4))
-    assert counts[ranked[0]] < 32760 / 64 / 0.9
+    assert tiles.index((7, 3, 3)) < tiles.index((4, 4, 4))
+    assert counts[tiles[0]] < 32760 / 64 / 0.9
     # then by number of tiles
-    worse = [counts[tile] for tile in ranked if counts[tile] > 32760 / 64 / 0.9]
+    worse = [counts[tile] for tile in tiles if counts[tile] > 32760 / 64 / 0.9]
     assert worse == sorted(worse)
 
 

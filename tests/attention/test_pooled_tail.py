@@ -36,8 +36,10 @@ def oracle(q, k, v, *, grid, tile, topk, order, score):
         ranks = torch.stack([tail.softmax(-1)[:, :, m].mean(2) for m in members], 2)
     else:
         ranks = torch.stack([q[:, :, m].mean(2) for m in members], 2) @ mean_k.transpose(-1, -2)
-    chosen = torch.zeros_like(ranks, dtype=torch.bool).scatter_(-1, ranks.topk(min(topk, len(members))).indices, True)
-    rows = chosen[:, :, ids]
+    selection = torch.zeros_like(ranks, dtype=torch.bool).scatter_(
+        -1, ranks.topk(min(topk, len(members))).indices, True
+    )
+    rows = selection[:, :, ids]
     logits = (scale * q @ k.transpose(-1, -2)).masked_fill(~rows[..., ids], -math.inf)
     both = torch.cat((logits, tail.masked_fill(rows, -math.inf)), -1).softmax(-1)
     return (both @ torch.cat((v, mean_v), 2)).transpose(1, 2)

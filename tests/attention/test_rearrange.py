@@ -33,12 +33,12 @@ def test_gradients_are_copies_of_the_definitions(length, batch, dtype, expanded)
     assert torch.equal(out, torch.stack([x[:, i] for i in order.tolist()], dim=1))
     # the gradient of a sum over the tokens is one value that all of them share
     grad = torch.randn(batch, 1 if expanded else length, 3, 2).to(dtype).expand_as(out)
-    (found,) = torch.autograd.grad(out, x, grad)
+    (actual,) = torch.autograd.grad(out, x, grad)
     expected = torch.empty_like(grad)
     for place, token in enumerate(order.tolist()):
         expected[:, token] = grad[:, place]
-    assert found.dtype == dtype
-    assert torch.equal(found, expected)
+    assert actual.dtype == dtype
+    assert torch.equal(actual, expected)
 
 
 def test_the_other_direction_is_another_gradient():
@@ -70,10 +70,10 @@ def test_further_derivatives_and_transforms():
         return (rearrange(y, order, inverse)[:, :2] ** 3).sum()
 
     rows = torch.randn(3, 2, 5, 2, dtype=torch.float64)
-    mapped = torch.func.vmap(torch.func.grad(cubes))(rows)
-    assert torch.equal(mapped, torch.stack([torch.func.grad(cubes)(row) for row in rows]))
-    kept = torch.isin(torch.arange(5), order[:2])[:, None]
-    torch.testing.assert_close(mapped, torch.where(kept, 3 * rows**2, 0))
+    grads = torch.func.vmap(torch.func.grad(cubes))(rows)
+    assert torch.equal(grads, torch.stack([torch.func.grad(cubes)(row) for row in rows]))
+    selection = torch.isin(torch.arange(5), order[:2])[:, None]
+    torch.testing.assert_close(grads, torch.where(selection, 3 * rows**2, 0))
     # never dropped: the output would count as a constant
     with pytest.raises(RuntimeError, match="forward"):
         torch.func.jvp(lambda y: rearrange(y, order, inverse), (rows[0],), (rows[0],))

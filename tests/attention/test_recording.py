@@ -26,12 +26,12 @@ def recorded(method, topk=3):
     layout = method.layout([Segment(GRID)], "cpu")
     q, k, v = (2 * torch.randn(1, math.prod(GRID), 2, 8, generator=generator) for _ in range(3))
     x = torch.randn(1, math.prod(GRID), 16, generator=generator)
-    seen = []
-    ctx = AttnContext(layout=layout, topk=topk, recorder=lambda layer, tensors: seen.append((layer, tensors)))
+    calls = []
+    ctx = AttnContext(layout=layout, topk=topk, recorder=lambda layer, tensors: calls.append((layer, tensors)))
     out = method.attend_combine(q, k, v, method.project(x), ctx)
     unseen = method.attend_combine(q, k, v, method.project(x), AttnContext(layout=layout, topk=topk))
     assert torch.equal(out, unseen)
-    return seen, out, (q, k, v), layout
+    return calls, out, (q, k, v), layout
 
 
 def fine_by_hand(found, qkv, layout):
@@ -49,19 +49,19 @@ def fine_by_hand(found, qkv, layout):
 def test_stages(stages):
     torch.manual_seed(1)
     method = StagedAttention(**SIZES, stages=stages, window_thw=(1, 1, 2), gate_init="model")
-    [(layer, found)], out, qkv, layout = recorded(method)
+    [(layer, records)], out, qkv, layout = recorded(method)
     assert layer == 3
-    assert not any(tensor.requires_grad for tensor in found.values())
-    assert ("coarse" in found) == ("c" in stages)
-    assert ("scores" in found) == (stages != "l")
-    assert {name for name in found if name.startswith("gate")} == {f"gate_{name}" for name in method._gate_starts}
-    fine, _ = fine_by_hand(found, qkv, layout)
-    torch.testing.assert_close(fine, found["fine"], atol=1e-5, rtol=1e-5)
-    again = fine * found["gate_fine"]
+    assert not any(tensor.requires_grad for tensor in records.values())
+    assert ("coarse" in records) == ("c" in stages)
+    assert ("scores" in records) == (stages != "l")
+    assert {name for name in records if name.startswith("gate")} == {f"gate_{name}" for name in method._gate_starts}
+    fine, _ = fine_by_hand(records, qkv, layout)
+    torch.testing.assert_close(fine, records["fine"], atol=1e-5, rtol=1e-5)
+    again = fine * records["gate_fine"]
     if "c" in stages:
-        again = again + found["coarse"] * found["gate_compress"]
-        chosen = found["scores"].softmax(-1)
-        assert torch.allclose(chosen.sum(-1), torch.ones(()))
+        again = again + records["coarse"] * records["gate_compress"]
+        shares = records["scores"].softmax(-1)
+        assert torch.allclose(shares.sum(-1), torch.ones(()))
     same = torch.allclose(again, out, atol=1e-5)
     # a window beside the selected tiles is a third output
     assert same == (stages not in ("c_f_l", "c_f_l_e"))
@@ -81,37 +81,37 @@ def test_stages(stages):
 def test_other_tiles_and_scores(options):
     torch.manual_seed(1)
     method = StagedAttention(**SIZES, stages="c_f", gate_init="model", **options)
-    [(_, found)], out, _, layout = recorded(method)
-    again = found["fine"] * found["gate_fine"] + found["coarse"] * found["gate_compress"]
+    [(_, records)], out, _, layout = recorded(method)
+    again = records["fine"] * records["gate_fine"] + records["coarse"] * records["gate_compress"]
     torch.testing.assert_close(again, out, atol=1e-5, rtol=1e-5)
-    assert found["scores"].shape == (1, 2, layout.blocks.num, layout.kv_blocks.num)
-    best = found["scores"].topk(3, dim=-1).indices.sort(-1).values
-    assert torch.equal(best, found["kv_indices"][..., :3].long())
+    assert records["scores"].shape == (1, 2, layout.blocks.num, layout.kv_blocks.num)
+    best = records["scores"].topk(3, dim=-1).indices.sort(-1).values
+    assert torch.equal(best, records["kv_indices"][..., :3].long())
     # logits: shares are positive and would be nearly uniform
-    assert found["scores"].min() < 0
+    assert records["scores"].min() < 0
 
 
 @pytest.mark.parametrize("score", ["mean", "mass"])
 def test_a_pooled_tail(score):
-    [(layer, found)], out, qkv, layout = recorded(PooledTail(**SIZES, score=score))
+    [(layer, records)], out, qkv, layout = recorded(PooledTail(**SIZES, score=score))
     assert layer == 3
-    torch.testing.assert_close(found["fine"] + found["tail"], out, atol=1e-5, rtol=1e-5)
-    selected, lse = fine_by_hand(found, qkv, layout)
+    torch.testing.assert_close(records["fine"] + records["tail"], out, atol=1e-5, rtol=1e-5)
+    fine, lse = fine_by_hand(records, qkv, layout)
     # what the tail took is missing in every row of the selected tiles
-    share = (found["fine"] / selected).transpose(1, 2).median(-1).values
+    share = (records["fine"] / fine).transpose(1, 2).median(-1).values
     assert share.min() < 0.5 < share.max()
     sizes = layout.blocks.sizes.float()
     k_mean = torch.stack([part.mean(1) for part in qkv[1].split(layout.blocks.sizes.tolist(), 1)], 1)
     tail = torch.einsum("blhd,bnhd->bhln", qkv[0], k_mean) / 8**0.5 + sizes.log()
-    index = BlockIndex(kv_indices=found["kv_indices"], kv_num_blocks=found["kv_num_blocks"])
+    index = BlockIndex(kv_indices=records["kv_indices"], kv_num_blocks=records["kv_num_blocks"])
     rows = index.to_dense(layout.num_blocks).repeat_interleave(layout.blocks.sizes.long(), 2)
     rest = tail.masked_fill(rows, -torch.inf).logsumexp(-1)
     torch.testing.assert_close(share, (lse - torch.logaddexp(lse, rest)).exp(), atol=1e-4, rtol=1e-3)
     # the selected tiles are those of the largest scores, which are logits
-    best = found["scores"].topk(3, dim=-1).indices.sort(-1).values
-    assert torch.equal(best, found["kv_indices"][..., :3].long())
+    best = records["scores"].topk(3, dim=-1).indices.sort(-1).values
+    assert torch.equal(best, records["kv_indices"][..., :3].long())
     if score == "mass":
-        torch.testing.assert_close(found["scores"].softmax(-1), found["scores"].exp(), atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(records["scores"].softmax(-1), records["scores"].exp(), atol=1e-5, rtol=1e-4)
 
 
 def test_dense_attention_records_nothing():

@@ -42,21 +42,21 @@ def kept_by_definition(weights, rule, compete, first):
         return weights[i][j] / (1 if rule.over == "head" else sum(weights[i][m] for n, m in cells if n == i))
 
     groups = [cells] if rule.over == "head" else [[c for c in cells if c[0] == i] for i in range(rows)]
-    kept = set()
+    selection = set()
     for group in groups:
-        ranked = sorted(group, key=rank)
+        order = sorted(group, key=rank)
         if rule.topk is not None:
-            kept |= set(ranked[: rule.topk * (rows if rule.over == "head" else 1)])
+            selection |= set(order[: rule.topk * (rows if rule.over == "head" else 1)])
         if rule.top_p is not None:
-            wanted, reached = Fraction(rule.top_p) * sum(map(share, group)), Fraction(0)
-            for cell in ranked:
-                before, reached = reached, reached + share(cell)
-                if rule.top_p == 1 or keeps(rule.crossing, before, reached, wanted):
-                    kept.add(cell)
+            target, total = Fraction(rule.top_p) * sum(map(share, group)), Fraction(0)
+            for cell in order:
+                before, total = total, total + share(cell)
+                if rule.top_p == 1 or keeps(rule.crossing, before, total, target):
+                    selection.add(cell)
     for i in range(rows):
         # at least the best of each row
-        kept |= set(sorted((c for c in cells if c[0] == i), key=rank)[:1])
-    return kept
+        selection |= set(sorted((c for c in cells if c[0] == i), key=rank)[:1])
+    return selection
 
 
 CROSSINGS = st.sampled_from(["keep", "drop", "exceed"])
@@ -93,16 +93,18 @@ def test_rules_keep_what_their_definition_keeps(problem, rule, plain):
         compete, first = [[True] * len(row) for row in compete], [[False] * len(row) for row in first]
         always = union = first
     # logits; over a head shares
-    given = float if rule.over == "head" else math.log
-    scores = torch.tensor([[[[given(w) for w in row] for row in head] for head in heads]], dtype=torch.float64)
+    to_score = float if rule.over == "head" else math.log
+    scores = torch.tensor([[[[to_score(w) for w in row] for row in head] for head in heads]], dtype=torch.float64)
     tensors = {name: torch.tensor(m) for name, m in (("always", always), ("first", first), ("union", union))}
     index = select_blocks(scores, rule, candidates=torch.tensor(compete), **({} if plain else tensors))
-    kept = index.to_dense(scores.shape[-1])[0]
+    actual = index.to_dense(scores.shape[-1])[0]
     free = [[c and not a for c, a in zip(*rows, strict=True)] for rows in zip(compete, always, strict=True)]
     for head, weights in enumerate(heads):
         expected = kept_by_definition(weights, rule, free, first)
-        listed = torch.tensor([[(i, j) in expected for j in range(len(weights[0]))] for i in range(len(weights))])
-        assert torch.equal(kept[head], listed | tensors["always"] | tensors["union"])
+        expected_mask = torch.tensor(
+            [[(i, j) in expected for j in range(len(weights[0]))] for i in range(len(weights))]
+        )
+        assert torch.equal(actual[head], expected_mask | tensors["always"] | tensors["union"])
 
 
 @st.composite
@@ -130,7 +132,7 @@ def test_heads_have_shares_and_masks_of_their_own(problem, shares, crossing, top
     weights, compete, always = problem
     scores = torch.tensor([[[[math.log(w) for w in row] for row in head] for head in b] for b in weights]).double()
     rule = Shares(torch.tensor(shares), crossing) if topk is None else topk
-    kept = select_blocks(scores, rule, candidates=compete, always=always).to_dense(scores.shape[-1])
+    actual = select_blocks(scores, rule, candidates=compete, always=always).to_dense(scores.shape[-1])
     compete, always = compete.expand(scores.shape), always.expand(scores.shape)
     for b, heads in enumerate(weights):
         for h, rows in enumerate(heads):
@@ -138,8 +140,8 @@ def test_heads_have_shares_and_masks_of_their_own(problem, shares, crossing, top
             nothing = [[False] * len(row) for row in rows]
             same = RowRule(topk=topk, top_p=None if topk else shares[h], crossing=crossing)
             expected = kept_by_definition(rows, same, free, nothing)
-            listed = torch.tensor([[(i, j) in expected for j in range(len(rows[0]))] for i in range(len(rows))])
-            assert torch.equal(kept[b, h], listed | always[b, h])
+            expected_mask = torch.tensor([[(i, j) in expected for j in range(len(rows[0]))] for i in range(len(rows))])
+            assert torch.equal(actual[b, h], expected_mask | always[b, h])
 
 
 def test_masks_of_heads_mean_the_same_as_masks_of_all(device):
@@ -150,9 +152,9 @@ def test_masks_of_heads_mean_the_same_as_masks_of_all(device):
         own = {"candidates": candidates.expand(2, 3, 5, 9), "always": always.expand(1, 3, 5, 9)}
         assert torch.equal(shared.to_dense(9), select_blocks(scores, rule, **own).to_dense(9))
     shares = Shares(torch.tensor([0.2, 0.9, 1.0], device=device))
-    kept = select_blocks(scores, shares).to_dense(9)
+    selection = select_blocks(scores, shares).to_dense(9)
     for head, tau in enumerate((0.2, 0.9, 1.0)):
-        assert torch.equal(kept[:, head], select_blocks(scores, sparge_top_p(tau)).to_dense(9)[:, head])
+        assert torch.equal(selection[:, head], select_blocks(scores, sparge_top_p(tau)).to_dense(9)[:, head])
 
 
 def test_the_published_spellings_differ_at_the_crossing_entry():
@@ -176,14 +178,14 @@ def test_the_published_spellings_differ_at_the_crossing_entry():
 @pytest.mark.parametrize("deviations", [-0.5, 0.0, 1.0, 2.0])
 def test_deviations_keep_scores_above_the_mean(over, deviations, device):
     scores = torch.randn(2, 3, 5, 17, generator=torch.Generator().manual_seed(0)).to(device)
-    kept = select_blocks(scores, RowRule(deviations=deviations, over=over)).to_dense(17)
+    actual = select_blocks(scores, RowRule(deviations=deviations, over=over)).to_dense(17)
     rows = scores.double() if over == "row" else scores.double().flatten(2)[:, :, None]
     bar = rows.mean(-1, keepdim=True) + deviations * rows.std(-1, correction=0, keepdim=True)
     above = scores.double() > bar
     best = torch.zeros_like(above).scatter_(-1, scores.argmax(-1, keepdim=True), True)
-    assert torch.equal(kept, above | best)
+    assert torch.equal(actual, above | best)
     # more deviations, fewer blocks; a row that would have none keeps its best
-    assert kept.sum(-1).min() >= 1
+    assert actual.sum(-1).min() >= 1
 
 
 def test_the_union_of_two_rules_is_the_larger_count(device):
@@ -203,16 +205,16 @@ def test_a_plain_topk_is_the_kernels(device):
     expected = select_topk(scores, 4, candidates=candidates)
     assert torch.equal(ours.to_dense(12), expected.to_dense(12))
     # the composition agrees: a union with nothing leaves the kernel's path
-    composed = select_blocks(scores, RowRule(topk=4), candidates=candidates, union=torch.zeros_like(candidates))
-    assert torch.equal(composed.to_dense(12), expected.to_dense(12))
+    composition = select_blocks(scores, RowRule(topk=4), candidates=candidates, union=torch.zeros_like(candidates))
+    assert torch.equal(composition.to_dense(12), expected.to_dense(12))
 
 
 def test_scores_without_order_and_weight(device):
     scores = torch.tensor([[[[math.nan, 1.0, -math.inf, 0.0, -0.0]]]], device=device)
-    kept = lambda **rule: select_blocks(scores, RowRule(**rule)).to_dense(5)[0, 0, 0].tolist()  # noqa: E731
-    assert kept(topk=3, top_p=0.1) == [False, True, False, True, True]
-    assert kept(topk=2, top_p=0.1) == [False, True, False, True, False]
-    assert kept(top_p=0.9) == [False, True, False, True, True]
+    mask_of = lambda **rule: select_blocks(scores, RowRule(**rule)).to_dense(5)[0, 0, 0].tolist()  # noqa: E731
+    assert mask_of(topk=3, top_p=0.1) == [False, True, False, True, True]
+    assert mask_of(topk=2, top_p=0.1) == [False, True, False, True, False]
+    assert mask_of(top_p=0.9) == [False, True, False, True, True]
     nothing = torch.full((1, 1, 2, 3), -math.inf, device=device)
     shares = [RowRule(top_p=0.9, crossing=crossing) for crossing in ("keep", "drop", "exceed")]
     for rule in (
@@ -264,13 +266,13 @@ def test_nothing_waits_for_the_device():
 def test_the_entry_that_crosses_the_share():
     scores = torch.tensor([0.25, 0.5, 0.25, 0.0], dtype=torch.float64).log()[None, None, None]
 
-    def kept(top_p, crossing):
+    def mask_of(top_p, crossing):
         return select_blocks(scores, RowRule(top_p=top_p, crossing=crossing)).to_dense(4)[0, 0, 0].tolist()
 
-    assert kept(0.75, "keep") == kept(0.75, "drop") == [True, True, False, False]
-    assert kept(0.7, "keep") == [True, True, False, False]
-    assert kept(0.7, "drop") == [False, True, False, False]
+    assert mask_of(0.75, "keep") == mask_of(0.75, "drop") == [True, True, False, False]
+    assert mask_of(0.7, "keep") == [True, True, False, False]
+    assert mask_of(0.7, "drop") == [False, True, False, False]
     # one at the least, and all of them when all are asked for
-    assert kept(0.2, "drop") == [False, True, False, False]
-    assert kept(1, "keep") == kept(1, "drop") == [True] * 4
-    assert kept(1 - 1e-12, "keep") == [True, True, True, False]
+    assert mask_of(0.2, "drop") == [False, True, False, False]
+    assert mask_of(1, "keep") == mask_of(1, "drop") == [True] * 4
+    assert mask_of(1 - 1e-12, "keep") == [True, True, True, False]

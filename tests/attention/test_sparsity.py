@@ -48,8 +48,8 @@ def test_known_values(sparsity, num_tiles, topk):
 @given(st.integers(0, 9999), st.integers(1, 5000))
 def test_is_the_exact_ceiling(ten_thousandths, num_tiles):
     topk = resolve_topk(float(Decimal(ten_thousandths) / 10000), num_tiles)
-    kept = Fraction(10000 - ten_thousandths, 10000) * num_tiles
-    assert topk == max(1, -(-kept.numerator // kept.denominator))
+    count = Fraction(10000 - ten_thousandths, 10000) * num_tiles
+    assert topk == max(1, -(-count.numerator // count.denominator))
     assert 1 <= topk <= num_tiles
 
 
@@ -99,8 +99,8 @@ DENSE = st.integers(0, 60)
 def exact_target(target: dict, num_tiles: int) -> int:
     if "topk" in target:
         return min(target["topk"], num_tiles)
-    kept = (1 - Fraction(str(target["sparsity"]))) * num_tiles
-    return max(1, -(-kept.numerator // kept.denominator))
+    count = (1 - Fraction(str(target["sparsity"]))) * num_tiles
+    return max(1, -(-count.numerator // count.denominator))
 
 
 def assert_goes_down(schedule: SparsitySchedule, target: dict, num_tiles: int, dense_steps: int) -> None:
@@ -125,8 +125,8 @@ def test_staircase_by_tiles_ends_at_the_target(target, num_tiles, dense, interva
     assert_goes_down(schedule, target, num_tiles, dense)
     # one step down at a time
     for drop in range(3):
-        want = max(exact_target(target, num_tiles), num_tiles - tiles * (drop + 1))
-        assert schedule.topk(dense + drop * interval, num_tiles) == want
+        expected = max(exact_target(target, num_tiles), num_tiles - tiles * (drop + 1))
+        assert schedule.topk(dense + drop * interval, num_tiles) == expected
 
 
 @settings(max_examples=1000, deadline=None)
@@ -152,8 +152,8 @@ def test_rates_that_a_float_floor_misses(rate, target, short):
     schedule = StaircaseSparsity(dense_steps=50, interval=50, fraction=rate, sparsity=target)
     assert schedule.topk(10**6, 364) == resolve_topk(target, 364)
     # control: whole steps of the rate by a float floor stop short
-    floored = target // rate * rate
-    assert (resolve_topk(floored, 364) != resolve_topk(target, 364)) == short
+    whole_steps = target // rate * rate
+    assert (resolve_topk(whole_steps, 364) != resolve_topk(target, 364)) == short
 
 
 def test_the_papers_annealing():
@@ -249,12 +249,12 @@ def test_missed_mass_goes_down_only_while_little_is_missed():
     schedule = MissedMassSparsity(max_missed=0.2, dense_steps=10, interval=5, tiles=4, topk=3)
     assert schedule.measured
     assert schedule.final_step(16) is None
-    seen = {}
-    for step, missed in ((5, 0.0), (10, 0.0), (12, 0.0), (15, 0.2), (20, 0.3), (25, 0.21), (30, 0.1), (40, 0.0)):
-        schedule.observe(step, missed)
-        seen[step] = schedule.topk(step, 16)
+    topks = {}
+    for step, mass in ((5, 0.0), (10, 0.0), (12, 0.0), (15, 0.2), (20, 0.3), (25, 0.21), (30, 0.1), (40, 0.0)):
+        schedule.observe(step, mass)
+        topks[step] = schedule.topk(step, 16)
     # too early, down, too soon, down, too much missed twice, down, down to the target
-    assert seen == {5: 16, 10: 12, 12: 12, 15: 8, 20: 8, 25: 8, 30: 4, 40: 3}
+    assert topks == {5: 16, 10: 12, 12: 12, 15: 8, 20: 8, 25: 8, 30: 4, 40: 3}
     # the past stays what it was
     assert [schedule.topk(step, 16) for step in (0, 9, 10, 14, 15, 29, 30, 39)] == [16, 16, 12, 12, 8, 8, 4, 4]
     with pytest.raises(ValueError, match="got 40 after 40"):
@@ -267,14 +267,14 @@ def test_missed_mass_resumes_from_json(measured, cut):
         return MissedMassSparsity(max_missed=0.4, dense_steps=3, interval=2, tiles=3, sparsity=0.9)
 
     whole, first = fresh(), fresh()
-    for step, missed in enumerate(measured):
-        whole.observe(step, missed)
+    for step, mass in enumerate(measured):
+        whole.observe(step, mass)
         if step < cut:
-            first.observe(step, missed)
+            first.observe(step, mass)
     second = fresh()
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
-    for step, missed in list(enumerate(measured))[cut:]:
-        second.observe(step, missed)
+    for step, mass in list(enumerate(measured))[cut:]:
+        second.observe(step, mass)
     assert second.state_dict() == whole.state_dict()
     assert [second.topk(s, 40) for s in range(40)] == [whole.topk(s, 40) for s in range(40)]
     topks = [whole.topk(s, 40) for s in range(40)]

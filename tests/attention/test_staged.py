@@ -27,7 +27,7 @@ def window_by_definition(grid, window, edge):
     counts = [math.ceil(n / c) for n, c in zip(grid, TILE, strict=True)]
     places = list(itertools.product(*(range(n) for n in counts)))
 
-    def seen(centre, n, size):
+    def span(centre, n, size):
         if edge == "clamp":
             size = min(size, n)
             first = max(0, min(centre - window_half(size, n), n - size))
@@ -38,7 +38,7 @@ def window_by_definition(grid, window, edge):
         # the window as asked for is centred, a smaller grid has all of its tiles
         return size // 2 if size < n else 0
 
-    ranges = [[seen(c, n, s) for c, n, s in zip(place, counts, window, strict=True)] for place in places]
+    ranges = [[span(c, n, s) for c, n, s in zip(place, counts, window, strict=True)] for place in places]
     return torch.tensor([[all(x in r for x, r in zip(other, row, strict=True)) for other in places] for row in ranges])
 
 
@@ -49,11 +49,11 @@ def oracle(q, k, v, gates, *, grid, stages, topk, window, edge, budget, pooling,
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     scale = q.shape[-1] ** -0.5
 
-    def pooled(x):
+    def pool(x):
         rows = [x[:, :, row] for row in members]
         return torch.stack([row.amax(2) if pooling == "max" else row.mean(2) for row in rows], dim=2)
 
-    scores = pooled(q) @ pooled(k).transpose(-1, -2) * scale
+    scores = pool(q) @ pool(k).transpose(-1, -2) * scale
     local = window_by_definition(grid, window, edge)
 
     def attend(tiles):
@@ -63,23 +63,23 @@ def oracle(q, k, v, gates, *, grid, stages, topk, window, edge, budget, pooling,
 
     if budget == "within" and stages in ("c_f_l", "c_f_l_e"):
         topk = max(1, topk - int(local.sum(1).max()))
-    ranked = scores
+    ranks = scores
     if stages == "c_f_l_e":
-        ranked = scores.masked_fill(local, -math.inf)
+        ranks = scores.masked_fill(local, -math.inf)
     if stages == "c_fl" and budget == "within":
-        ranked = scores.masked_fill(local, 1e9) + scores * 1e-3
-    chosen = torch.zeros_like(scores, dtype=torch.bool)
-    chosen.scatter_(-1, ranked.topk(min(topk, scores.shape[-1])).indices, True)
+        ranks = scores.masked_fill(local, 1e9) + scores * 1e-3
+    selection = torch.zeros_like(scores, dtype=torch.bool)
+    selection.scatter_(-1, ranks.topk(min(topk, scores.shape[-1])).indices, True)
     if stages == "c_f_l_e":
-        chosen &= ~local
+        selection &= ~local
     if stages == "c_fl" and budget == "union":
-        chosen |= local
-    local = local.expand_as(chosen)
-    out = attend(local if stages in ("l", "c_l") else chosen) * gates["fine"]
+        selection |= local
+    local = local.expand_as(selection)
+    out = attend(local if stages in ("l", "c_l") else selection) * gates["fine"]
     if stages in ("c_f_l", "c_f_l_e"):
         out = out + attend(local) * gates["window" if gate == "own" else "fine"]
     if "c" in stages:
-        coarse = scores.softmax(-1) @ pooled(v)
+        coarse = scores.softmax(-1) @ pool(v)
         out = out + coarse[:, :, ids].transpose(1, 2) * gates["compress"]
     return out
 
@@ -173,7 +173,7 @@ def test_conv_pooling_is_a_convolution_over_zero_padded_tiles(grid):
     method, layout, tensors = make(grid, "c_f", pooling="conv")
     x = tensors[0]
     pool = method.pool["q"]
-    pooled = pool(layout.permute(x), layout)
+    actual = pool(layout.permute(x), layout)
     # [B * H, D, T, H, W]
     video = x.permute(0, 2, 3, 1).flatten(0, 1).unflatten(-1, grid)
     padding = [p for n, c in reversed(list(zip(grid, TILE, strict=True))) for p in (0, -n % c)]
@@ -183,7 +183,7 @@ def test_conv_pooling_is_a_convolution_over_zero_padded_tiles(grid):
     offsets = layout.blocks.offsets[:-1].long()
     first = torch.stack(torch.unravel_index(layout.order[offsets], grid), -1) // torch.tensor(TILE)
     expected = expected[:, :, first[:, 0], first[:, 1], first[:, 2]].unflatten(0, (2, 2)).permute(0, 3, 1, 2)
-    assert torch.allclose(pooled, expected, atol=1e-12)
+    assert torch.allclose(actual, expected, atol=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -198,14 +198,14 @@ def test_convolutions_are_shared_as_asked(sharing, modules, convolutions):
     weights = [p for module in own.values() for p in module.parameters()]
     assert [tuple(p.shape) for p in weights] == [(4, 8 * 4)] * convolutions
     x = layout.permute(tensors[0])
-    pooled = lambda: [method.pool[name](x, layout).unbind(2) for name in "qkv"]  # noqa: E731
-    before = pooled()
+    outputs = lambda: [method.pool[name](x, layout).unbind(2) for name in "qkv"]  # noqa: E731
+    before = outputs()
     weights[0].data.add_(1)
-    changed = [
-        not torch.equal(a, b) for old, new in zip(before, pooled(), strict=True) for a, b in zip(old, new, strict=True)
+    changes = [
+        not torch.equal(a, b) for old, new in zip(before, outputs(), strict=True) for a, b in zip(old, new, strict=True)
     ]
     assert (
-        changed
+        changes
         == {
             "heads": [True, True, False, False, False, False],
             "all": [True] * 6,

@@ -81,8 +81,8 @@ def oracle(
     scale = q.shape[-1] ** -0.5
     scores = scores_of(q, k, members, score=score, pooled_map=pooled_map, score_members=score_members)
     topk = min(topk, scores.shape[-1])
-    chosen = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, scores.topk(topk).indices, True)
-    mask = members["q"].double().T @ chosen.double() @ members["kv"].double()
+    selection = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, scores.topk(topk).indices, True)
+    mask = members["q"].double().T @ selection.double() @ members["kv"].double()
     logits = (q @ k.transpose(-1, -2) * scale).masked_fill(mask == 0, -math.inf)
     out = (logits.softmax(-1) @ v).transpose(1, 2) * gates["fine"]
     of_q, of_kv = (rows.double() / rows.sum(1, keepdim=True) for rows in (members["pool_q"], members["pool_kv"]))
@@ -147,9 +147,9 @@ def test_tiles_of_several_sizes_are_a_dense_mask(name, grid):
     if grid == (4, 8, 8):
         coarse = len(members["pool_q"]) * len(members["pool_kv"])
         tokens = math.prod(grid)
-        scored = {"mass": tokens * len(members["kv"]), "oracle": tokens**2}.get(options.get("score"), 0)
-        scored = len(how["score_members"]) ** 2 if "score_members" in how else scored
-        assert method.pairs(layout, topk) == coarse + scored / 2 + int(mask[0, 0].sum())
+        pairs = {"mass": tokens * len(members["kv"]), "oracle": tokens**2}.get(options.get("score"), 0)
+        pairs = len(how["score_members"]) ** 2 if "score_members" in how else pairs
+        assert method.pairs(layout, topk) == coarse + pairs / 2 + int(mask[0, 0].sum())
 
 
 @pytest.mark.parametrize("grid", [(4, 4, 4), (3, 5, 7)], ids=str)
@@ -223,13 +223,13 @@ def test_a_window_counts_the_larger_tiles(kv_tile):
 
 
 def test_sub_blocks_rank_the_tiles_of_a_pooled_tail(monkeypatch):
-    grid, topk, ranked = (4, 4, 6), 3, []
+    grid, topk, calls = (4, 4, 6), 3, []
     tensors = tensors_of(grid)
     method = PooledTail(**SIZES, tile_thw=(2, 2, 2), score="subblock_lse", score_thw=(1, 2, 2))
     layout = method.layout([Segment(grid)])
     q, k, v = (layout.permute(x) for x in tensors[:3])
     monkeypatch.setattr(
-        pooled_tail, "select_blocks", lambda scores, rule: ranked.append(scores) or select_blocks(scores, rule)
+        pooled_tail, "select_blocks", lambda scores, rule: calls.append(scores) or select_blocks(scores, rule)
     )
     method.attend(q, k, v, AttnContext(layout=layout, topk=topk))
     members = {name: members_of(grid, (2, 2, 2)) for name in ("q", "kv")}
@@ -243,7 +243,7 @@ def test_sub_blocks_rank_the_tiles_of_a_pooled_tail(monkeypatch):
     # tiles of the layout in nested order
     first = layout.order[layout.blocks.offsets[:-1].long()]
     at = torch.tensor(cube_ids(grid, (2, 2, 2)))[first]
-    assert torch.allclose(ranked[0], expected[:, :, at][..., at], atol=1e-12)
+    assert torch.allclose(calls[0], expected[:, :, at][..., at], atol=1e-12)
     assert method.pairs(layout, topk) == 96 * (topk * 8 + 12) + 24**2 / 2
 
 

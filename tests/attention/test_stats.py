@@ -47,15 +47,15 @@ def make_selection(num_tiles: int, topk: int, *, batch=2, heads=4, seed=0) -> to
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 def test_tile_mass_is_the_dense_softmax(blocks, kv_heads, monkeypatch):
     q, k = make_qk(blocks, kv_heads=kv_heads)
-    want = dense_mass(q, k, blocks)
+    expected = dense_mass(q, k, blocks)
     tokens = torch.tensor([0, 3, 4, 11, 14])
     # several chunks of one token each
     monkeypatch.setattr(stats, "CHUNK_LOGITS", 1)
-    found = stats.tile_mass(q, k, tokens, blocks)
-    torch.testing.assert_close(found.double(), want[:, :, tokens], atol=2e-6, rtol=0)
+    actual = stats.tile_mass(q, k, tokens, blocks)
+    torch.testing.assert_close(actual.double(), expected[:, :, tokens], atol=2e-6, rtol=0)
     # controls: another scale, and heads in another order
-    assert (stats.tile_mass(q, k, tokens, blocks, scale=0.3) - want[:, :, tokens]).abs().max() > 1e-2
-    assert (found.flip(1) - want[:, :, tokens]).abs().max() > 1e-2
+    assert (stats.tile_mass(q, k, tokens, blocks, scale=0.3) - expected[:, :, tokens]).abs().max() > 1e-2
+    assert (actual.flip(1) - expected[:, :, tokens]).abs().max() > 1e-2
 
 
 @pytest.mark.parametrize("blocks", [RAGGED, UNIFORM], ids=["ragged", "uniform"])
@@ -63,14 +63,14 @@ def test_recall_is_the_mass_under_the_mask(blocks):
     q, k = make_qk(blocks)
     tokens = torch.arange(int(blocks.offsets[-1]))
     mass = stats.tile_mass(q, k, tokens, blocks)
-    selected = make_selection(4, 2)
-    rows = selected.repeat_interleave(blocks.sizes.long(), dim=2)
-    want = (dense_mass(q, k, blocks) * rows).sum(-1).mean(-1)
-    found = stats.selection_recall(mass, selected, tokens, blocks)
-    torch.testing.assert_close(found.selected.double(), want, atol=1e-6, rtol=0)
+    selection = make_selection(4, 2)
+    rows = selection.repeat_interleave(blocks.sizes.long(), dim=2)
+    expected = (dense_mass(q, k, blocks) * rows).sum(-1).mean(-1)
+    actual = stats.selection_recall(mass, selection, tokens, blocks)
+    torch.testing.assert_close(actual.selected.double(), expected, atol=1e-6, rtol=0)
     # control: the selection of other rows
-    other = stats.selection_recall(mass, selected.roll(1, dims=2), tokens, blocks)
-    assert (other.selected - want).abs().max() > 1e-3
+    other = stats.selection_recall(mass, selection.roll(1, dims=2), tokens, blocks)
+    assert (other.selected - expected).abs().max() > 1e-3
     # all tiles have all of the mass
     whole = stats.selection_recall(mass, torch.ones(1, 1, 4, 4, dtype=torch.bool), tokens, blocks)
     torch.testing.assert_close(whole.selected, torch.ones(2, 4), atol=1e-6, rtol=0)
@@ -80,23 +80,23 @@ def test_recall_is_the_mass_under_the_mask(blocks):
 def test_random_recall_is_the_mean_over_all_selections():
     q, k = make_qk(RAGGED)
     mass, tokens = dense_mass(q, k, RAGGED), torch.arange(15)
-    recalls = [mass[..., list(chosen)].sum(-1).mean(-1) for chosen in itertools.combinations(range(4), 3)]
-    found = stats.selection_recall(mass.float(), make_selection(4, 3), tokens, RAGGED).random
-    torch.testing.assert_close(found.double(), torch.stack(recalls).mean(0))
+    recalls = [mass[..., list(tiles)].sum(-1).mean(-1) for tiles in itertools.combinations(range(4), 3)]
+    actual = stats.selection_recall(mass.float(), make_selection(4, 3), tokens, RAGGED).random
+    torch.testing.assert_close(actual.double(), torch.stack(recalls).mean(0))
 
 
 def test_sampled_tokens_estimate_the_mean_without_bias():
     q, k = make_qk(RAGGED)
-    selected = make_selection(4, 2)
+    selection = make_selection(4, 2)
 
     def recall(tokens: torch.Tensor) -> float:
         mass = stats.tile_mass(q, k, tokens, RAGGED)
-        return stats.selection_recall(mass, selected, tokens, RAGGED).selected.mean().item()
+        return stats.selection_recall(mass, selection, tokens, RAGGED).selected.mean().item()
 
-    drawn = torch.tensor([recall(stats.sample_tokens(15, 4, seed=seed)) for seed in range(300)])
-    error = drawn.std() / 300**0.5
+    recalls = torch.tensor([recall(stats.sample_tokens(15, 4, seed=seed)) for seed in range(300)])
+    error = recalls.std() / 300**0.5
     whole = recall(torch.arange(15))
-    assert abs(drawn.mean() - whole) < 4 * error
+    assert abs(recalls.mean() - whole) < 4 * error
     # control: tokens of the first tiles only are off by far more
     assert abs(recall(torch.arange(4)) - whole) > 8 * error
     assert torch.equal(stats.sample_tokens(15, 4, seed=1), stats.sample_tokens(15, 4, seed=1))
@@ -112,23 +112,23 @@ def test_overlaps_count_common_tiles():
         return len(set(x.nonzero().flatten().tolist()) & set(y.nonzero().flatten().tolist()))
 
     rows = list(itertools.product(range(2), range(4), range(8)))
-    want = sum(common(a[row], b[row]) for row in rows) / (3 * len(rows))
-    assert stats.selection_overlap(a, b).item() == pytest.approx(want)
-    assert 0 < want < 1
+    expected = sum(common(a[row], b[row]) for row in rows) / (3 * len(rows))
+    assert stats.selection_overlap(a, b).item() == pytest.approx(expected)
+    assert 0 < expected < 1
     assert stats.selection_overlap(a, a) == 1
     # all tiles against three of eight
     assert stats.selection_overlap(torch.ones(1, 1, 8, 8, dtype=torch.bool), a).item() == pytest.approx(6 / 11)
     pairs = [(n, i, j, q) for n in range(2) for i, j in itertools.combinations(range(4), 2) for q in range(8)]
-    want = sum(common(a[n, i, q], a[n, j, q]) for n, i, j, q in pairs) / (3 * len(pairs))
-    assert stats.head_overlap(a).item() == pytest.approx(want)
+    expected = sum(common(a[n, i, q], a[n, j, q]) for n, i, j, q in pairs) / (3 * len(pairs))
+    assert stats.head_overlap(a).item() == pytest.approx(expected)
     assert stats.head_overlap(a[:, :1].expand(-1, 4, -1, -1)) == 1
     assert stats.head_overlap(a[:, :1]).isnan()
 
 
 def test_entropy_of_the_coarse_scores():
     scores = torch.randn(2, 3, 5, 7)
-    want = torch.distributions.Categorical(logits=scores).entropy().mean() / torch.tensor(7.0).log()
-    torch.testing.assert_close(stats.coarse_entropy(scores), want)
+    expected = torch.distributions.Categorical(logits=scores).entropy().mean() / torch.tensor(7.0).log()
+    torch.testing.assert_close(stats.coarse_entropy(scores), expected)
     assert stats.coarse_entropy(torch.zeros(1, 1, 4, 9)).item() == pytest.approx(1)
     certain = torch.full((1, 1, 4, 9), -torch.inf)
     certain[..., 0] = 0
@@ -169,25 +169,25 @@ def make_row(method: VideoSparseAttention) -> tuple:
 def test_a_recorder_gets_what_the_output_is_made_of(fine_gate, topk):
     method = make_layer(gates=True, fine_gate=fine_gate, layer_idx=5)
     layout, q, k, v, x = make_row(method)
-    seen = []
-    ctx = AttnContext(layout=layout, topk=topk, recorder=lambda layer, tensors: seen.append((layer, tensors)))
+    calls = []
+    ctx = AttnContext(layout=layout, topk=topk, recorder=lambda layer, tensors: calls.append((layer, tensors)))
     out = method.attend_combine(q, k, v, method.project(x), ctx)
-    [(layer, found)] = seen
+    [(layer, records)] = calls
     assert layer == 5
-    assert not any(tensor.requires_grad for tensor in found.values())
-    assert torch.equal(found["q"], q)
-    assert torch.equal(found["k"], k)
-    assert ("gate_fine" in found) == fine_gate
-    fine = found["fine"] * found["gate_fine"] if fine_gate else found["fine"]
-    again = fine + found["gate_compress"] * layout.tile_to_tokens(found["coarse"])
+    assert not any(tensor.requires_grad for tensor in records.values())
+    assert torch.equal(records["q"], q)
+    assert torch.equal(records["k"], k)
+    assert ("gate_fine" in records) == fine_gate
+    fine = records["fine"] * records["gate_fine"] if fine_gate else records["fine"]
+    again = fine + records["gate_compress"] * layout.tile_to_tokens(records["coarse"])
     torch.testing.assert_close(again, out)
     # the recorded selection is the one the fine stage attended to
-    index = BlockIndex(kv_indices=found["kv_indices"], kv_num_blocks=found["kv_num_blocks"])
+    index = BlockIndex(kv_indices=records["kv_indices"], kv_num_blocks=records["kv_num_blocks"])
     rows = index.to_dense(12).expand(2, 2, -1, -1).repeat_interleave(layout.blocks.sizes.long(), 2)
     mask = rows.repeat_interleave(layout.blocks.sizes.long(), 3)
     logits = torch.einsum("blhd,bshd->bhls", q, k) / 8**0.5
     weights = logits.masked_fill(~mask, -torch.inf).softmax(-1)
-    torch.testing.assert_close(torch.einsum("bhls,bshd->blhd", weights, v), found["fine"], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(torch.einsum("bhls,bshd->blhd", weights, v), records["fine"], atol=1e-5, rtol=1e-5)
 
 
 def test_all_tiles_run_dense_while_the_coarse_stage_and_its_gate_train(monkeypatch):
@@ -212,8 +212,8 @@ def test_all_tiles_run_dense_while_the_coarse_stage_and_its_gate_train(monkeypat
     # once the gate is open, the coarse stage reaches q as well
     with torch.no_grad():
         gate.weight -= 0.1 * gate.weight.grad
-    opened = method.attend_combine(q, k, v, method.project(x), ctx)
-    (grad,) = torch.autograd.grad(opened.square().sum(), q)
+    open_out = method.attend_combine(q, k, v, method.project(x), ctx)
+    (grad,) = torch.autograd.grad(open_out.square().sum(), q)
     assert (grad - dense_grad).abs().max() > 1e-2
     # control: one tile less does run the kernel
     with pytest.raises(AssertionError, match="block-sparse kernel"):
@@ -221,27 +221,27 @@ def test_all_tiles_run_dense_while_the_coarse_stage_and_its_gate_train(monkeypat
 
 
 def lists_of(selected: torch.Tensor, head: int) -> list[set[int]]:
-    return [{n for n, chosen in enumerate(row) if chosen} for row in selected[0, head].tolist()]
+    return [{n for n, flag in enumerate(row) if flag} for row in selected[0, head].tolist()]
 
 
 @pytest.mark.parametrize("offsets", [[0, 2, 4, 6, 7], [0, 4, 7], [0, 1, 3, 7]])
 def test_neighbour_overlap_counts_what_a_group_would_load_once(offsets):
-    selected = torch.rand(1, 2, 7, 9, generator=torch.Generator().manual_seed(3)) < 0.4
-    overlap, random = neighbour_overlap(selected, torch.tensor(offsets))
+    selection = torch.rand(1, 2, 7, 9, generator=torch.Generator().manual_seed(3)) < 0.4
+    overlap, random = neighbour_overlap(selection, torch.tensor(offsets))
     for head in range(2):
-        lists, saved, by_chance, whole = lists_of(selected, head), 0.0, 0.0, 0.0
+        lists, savings, by_chance, whole = lists_of(selection, head), 0.0, 0.0, 0.0
         for start, stop in itertools.pairwise(offsets):
             group = lists[start:stop]
             if len(group) > 1:
                 total = sum(map(len, group))
-                saved += total - len(set.union(*group))
+                savings += total - len(set.union(*group))
                 by_chance += total - sum(1 - math.prod(1 - len(some) / 9 for some in group) for _ in range(9))
                 whole += total - max(map(len, group))
-        assert float(overlap[0, head]) == pytest.approx(saved / whole)
+        assert float(overlap[0, head]) == pytest.approx(savings / whole)
         assert float(random[0, head]) == pytest.approx(by_chance / whole)
         # control: other groups
-        other = neighbour_overlap(selected, torch.tensor([0, 3, 6, 7])).overlap
-        assert abs(float(other[0, head]) - saved / whole) > 1e-3
+        other = neighbour_overlap(selection, torch.tensor([0, 3, 6, 7])).overlap
+        assert abs(float(other[0, head]) - savings / whole) > 1e-3
 
 
 def test_neighbour_overlap_of_equal_and_of_disjoint_lists():
@@ -261,17 +261,17 @@ def test_neighbour_overlap_of_equal_and_of_disjoint_lists():
 
 def test_random_neighbours_have_the_random_overlap():
     scores = torch.rand(1, 1, 4000, 16, generator=torch.Generator().manual_seed(0))
-    selected = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, scores.topk(4, dim=-1).indices, True)
+    selection = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, scores.topk(4, dim=-1).indices, True)
     for size in (2, 4):
-        overlap, random = neighbour_overlap(selected, torch.arange(0, 4001, size))
+        overlap, random = neighbour_overlap(selection, torch.arange(0, 4001, size))
         assert overlap.item() == pytest.approx(random.item(), abs=0.01)
 
 
 def test_popularity_counts_the_lists_of_each_tile():
-    selected = torch.rand(1, 2, 11, 20, generator=torch.Generator().manual_seed(1)) < 0.15
-    found = popularity(selected)
+    selection = torch.rand(1, 2, 11, 20, generator=torch.Generator().manual_seed(1)) < 0.15
+    actual = popularity(selection)
     for head in range(2):
-        counts = [sum(tile in some for some in lists_of(selected, head)) for tile in range(20)]
+        counts = [sum(tile in some for some in lists_of(selection, head)) for tile in range(20)]
         mean = sum(counts) / 20
         expected = {
             "mean": mean,
@@ -282,5 +282,5 @@ def test_popularity_counts_the_lists_of_each_tile():
             "unlisted": sum(n == 0 for n in counts) / 20,
             "long": sum(n > 1.5 * mean for n in counts) / 20,
         }
-        assert {name: float(values[0, head]) for name, values in found._asdict().items()} == pytest.approx(expected)
+        assert {name: float(values[0, head]) for name, values in actual._asdict().items()} == pytest.approx(expected)
     assert 0 < expected["unlisted"] < 1

@@ -139,8 +139,8 @@ def test_equals_the_dense_mask_definition(row, options, topk, backend, device):
     # controls: one tile more or less, or another head's gate, is far outside the tolerance
     other = oracle_layer(method, layout, inputs, topk + 1 if topk < 100 else 1)
     assert (out - other).abs().max() > 1e-3
-    swapped = run_layer(method, layout, [*inputs[:3], inputs[3].roll(1, dims=1)], topk)
-    assert (out - swapped).abs().max() > 1e-3
+    other_gate = run_layer(method, layout, [*inputs[:3], inputs[3].roll(1, dims=1)], topk)
+    assert (out - other_gate).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("row", ["text", "text_last"])
@@ -169,8 +169,8 @@ def test_two_samples_packed_equal_each_apart(topk):
     packed = run_layer(method, layout, inputs, topk)
     assert_same(method, inputs, packed, torch.cat(apart, dim=1), atol=1e-6)
     # control: one sample of both clips is not the same thing
-    joined = method.layout([Segment(s.grid_thw, s.kind, 0) for s in segments], "cpu")
-    assert (packed - run_layer(method, joined, inputs, topk)).abs().max() > 1e-2
+    one_sample = method.layout([Segment(s.grid_thw, s.kind, 0) for s in segments], "cpu")
+    assert (packed - run_layer(method, one_sample, inputs, topk)).abs().max() > 1e-2
 
 
 @pytest.mark.parametrize("row", list(ROWS))
@@ -250,8 +250,8 @@ def test_identity_gates_at_the_start():
     fine = torch.autograd.grad((parts["fine"] * weights).sum(), inputs[:3], retain_graph=True)
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(both, fine, strict=True))
     (out * weights).sum().backward()
-    gated = layout.tile_to_tokens(parts["coarse"]) * weights
-    torch.testing.assert_close(method.to_gate_compress.bias.grad, gated.sum((0, 1)).flatten())
+    gate_grad = layout.tile_to_tokens(parts["coarse"]) * weights
+    torch.testing.assert_close(method.to_gate_compress.bias.grad, gate_grad.sum((0, 1)).flatten())
     assert method.to_gate_compress.weight.grad.abs().max() > 0
 
 
@@ -308,8 +308,8 @@ def test_different_query_and_kv_lengths(q_sizes, kv_sizes, topk, group, seed):
     means = [m / m.sum(1, keepdim=True) for m in (rows, cols)]
     scores = (means[0] @ qh) @ (means[1] @ kh).transpose(-1, -2) / 2
     coarse = scores.softmax(-1) @ (means[1] @ vh)
-    kept = scores.argsort(-1, descending=True).argsort(-1) < topk
-    mask = (rows.T @ kept.double() @ cols) > 0
+    selection = scores.argsort(-1, descending=True).argsort(-1) < topk
+    mask = (rows.T @ selection.double() @ cols) > 0
     fine = (qh @ kh.transpose(-1, -2) / 2).masked_fill(~mask, -math.inf).softmax(-1) @ vh
     for mine, theirs in ((out.fine, fine), (out.coarse, coarse)):
         torch.testing.assert_close(mine.transpose(1, 2), theirs, atol=1e-11, rtol=1e-11)
@@ -328,20 +328,20 @@ def test_selected_tiles_hold_the_highest_scores_at_near_ties():
     generator = torch.Generator().manual_seed(0)
     tile = torch.randint(0, 3, (1, layout.num_blocks, HEADS, HEAD_DIM), generator=generator)
     q, k, v = (layout.tile_to_tokens(tile.to(torch.bfloat16).roll(n, dims=1)) for n in range(3))
-    seen = []
+    selections = []
     for _ in range(2):
         out = coarse_fine_stages(q, k, v, q_blocks=layout.blocks, kv_blocks=layout.blocks, topk=5)
-        seen.append(out.index.to_dense(layout.num_blocks))
-    assert torch.equal(seen[0], seen[1])
-    kept, scores = seen[0], out.scores
-    assert (kept.sum(-1) == 5).all()
-    chosen = scores.masked_fill(~kept, -math.inf).sort(-1, descending=True).values[..., :5]
-    assert torch.equal(chosen, scores.sort(-1, descending=True).values[..., :5])
-    threshold = chosen[..., -1:]
-    tied = scores == threshold
-    assert (tied.sum(-1) > 1).any()
-    for row_tied, row_kept in zip(tied.flatten(0, 2), kept.flatten(0, 2), strict=True):
-        flags = row_kept[row_tied].int()
+        selections.append(out.index.to_dense(layout.num_blocks))
+    assert torch.equal(selections[0], selections[1])
+    selection, scores = selections[0], out.scores
+    assert (selection.sum(-1) == 5).all()
+    best_scores = scores.masked_fill(~selection, -math.inf).sort(-1, descending=True).values[..., :5]
+    assert torch.equal(best_scores, scores.sort(-1, descending=True).values[..., :5])
+    threshold = best_scores[..., -1:]
+    ties = scores == threshold
+    assert (ties.sum(-1) > 1).any()
+    for row_ties, row_selection in zip(ties.flatten(0, 2), selection.flatten(0, 2), strict=True):
+        flags = row_selection[row_ties].int()
         assert (flags.diff() <= 0).all()
 
 
@@ -385,8 +385,8 @@ def test_recorder(row, topk):
     layout = method.layout(ROWS[row], "cpu")
     inputs = make_inputs(layout.num_tokens)
     records = []
-    recorded = run_layer(method, layout, inputs, topk, recorder=lambda i, tensors: records.append((i, tensors)))
-    assert torch.equal(recorded, run_layer(method, layout, inputs, topk))
+    out = run_layer(method, layout, inputs, topk, recorder=lambda i, tensors: records.append((i, tensors)))
+    assert torch.equal(out, run_layer(method, layout, inputs, topk))
     [(layer_idx, tensors)] = records
     assert layer_idx == 3
     assert not any(t.requires_grad for t in tensors.values())

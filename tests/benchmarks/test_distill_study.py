@@ -79,9 +79,9 @@ def test_arms_end_at_one_sparsity():
 
 @pytest.mark.slow
 def test_rows_measure_what_they_name(evaluated: Path):
-    found = json.loads((evaluated / "compare.json").read_text())
-    assert (found["seeds"], found["clips"], list(found["rows"])) == ([3], CLIPS, ROWS)
-    rows = found["rows"]
+    comparison = json.loads((evaluated / "compare.json").read_text())
+    assert (comparison["seeds"], comparison["clips"], list(comparison["rows"])) == ([3], CLIPS, ROWS)
+    rows = comparison["rows"]
     assert [rows[name].get("forwards") for name in ROWS] == [None, 8, 6, 3, 3, 3]
     for name, steps, guidance, sparsity in [
         ("teacher", 4, 3, 0),
@@ -127,8 +127,8 @@ def test_distance_is_to_rendered_clips_of_the_prompts(write_seed, tmp_path: Path
     assert latents.shape == (CLIPS, 16, 4, 8, 8)
     clip = run.codec.encode(render_clip(5, numbers[9], size=(16, 64, 64))[0])
     for channel in range(16):
-        wanted = (clip[channel] - run.latent_mean[channel]) / run.latent_std[channel]
-        assert torch.equal(latents[9, channel], wanted)
+        expected = (clip[channel] - run.latent_mean[channel]) / run.latent_std[channel]
+        assert torch.equal(latents[9, channel], expected)
     # another seed is another set of the same distribution
     other = distill.real_latents(run, prompts, 6, (16, 4, 8, 8))
     far = latent_distance(latents * 0.5, latents)
@@ -142,18 +142,18 @@ def test_picture_and_table(evaluated: Path, capsys: pytest.CaptureFixture[str]):
         # bars above, frames below: neither half is empty
         for half in ((0, 0, picture.width, picture.height // 3), (0, picture.height // 2, *picture.size)):
             assert len(picture.convert("RGB").crop(half).getcolors(maxcolors=1 << 20)) > 50
-    found = json.loads((evaluated / "compare.json").read_text())
-    distill.show(found)
-    printed = capsys.readouterr().out
+    comparison = json.loads((evaluated / "compare.json").read_text())
+    distill.show(comparison)
+    output = capsys.readouterr().out
     for text in (
         *ROWS,
         "chance",
         "16.7",
         "forwards",
-        f"{100 * found['rows']['dense student']['colour']['mean']:.1f}",
+        f"{100 * comparison['rows']['dense student']['colour']['mean']:.1f}",
     ):
-        assert text in printed, text
-    assert "±" not in printed
+        assert text in output, text
+    assert "±" not in output
 
 
 def test_seeds_become_mean_and_spread(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -162,18 +162,18 @@ def test_seeds_become_mean_and_spread(tmp_path: Path, capsys: pytest.CaptureFixt
         settings = {"steps": 50, "guidance": 3.0}
         return {ROWS[0]: {**measures, "settings": {}}, ROWS[1]: {**measures, "settings": settings}}
 
-    found = distill.summary([4, 5, 6], [record(0.5, 1.0), record(0.7, 3.0), record(0.9, 8.0)])
-    row = found["rows"]["teacher"]
-    assert (found["seeds"], row["forwards"]) == ([4, 5, 6], 100)
+    comparison = distill.summary([4, 5, 6], [record(0.5, 1.0), record(0.7, 3.0), record(0.9, 8.0)])
+    row = comparison["rows"]["teacher"]
+    assert (comparison["seeds"], row["forwards"]) == ([4, 5, 6], 100)
     assert row["colour"]["mean"] == pytest.approx(0.7)
     assert row["distance"]["seeds"] == [1.0, 3.0, 8.0]
     assert row["distance"]["spread"] == pytest.approx(statistics.stdev([1.0, 3.0, 8.0]))
-    distill.show({**found, "clips": 132})
-    printed = capsys.readouterr().out
+    distill.show({**comparison, "clips": 132})
+    output = capsys.readouterr().out
     for text in (*ROWS[:2], "70.0 ± 20.0", "4 ± 3.6"):
-        assert text in printed, text
+        assert text in output, text
     pictures = {name: torch.zeros(1, 8, 8, 3, dtype=torch.uint8) for name in ROWS[:2]}
-    distill.draw(found, ["a red circle"], pictures, tmp_path / "compare.png")
+    distill.draw(comparison, ["a red circle"], pictures, tmp_path / "compare.png")
     assert (tmp_path / "compare.png").is_file()
 
 
@@ -188,13 +188,15 @@ def test_runs_are_trained_once_in_order_and_merged(write_tiny_run, tmp_path: Pat
         assert len(slots) == 3
         for job in jobs:
             commands.append(list(job.command[1:]))
-            distilled = "experiment=distill_toy" in job.command
+            distillation = "experiment=distill_toy" in job.command
             attention = "full" if "attention=full" in job.command else "video_sparse"
-            write_tiny_run(Path(job.name), attention=attention, step_list=STEP_LIST if distilled else None)
+            write_tiny_run(Path(job.name), attention=attention, step_list=STEP_LIST if distillation else None)
             job.status = "finished"
             changed(job)
 
-    def measured(rows: dict[str, Any], prompts: list[str], *_: Any) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    def fake_evaluate(
+        rows: dict[str, Any], prompts: list[str], *_: Any
+    ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         """In place of sampling, which other tests look at."""
         names = [ROWS[0], *rows]
         assert names == ROWS
@@ -202,16 +204,18 @@ def test_runs_are_trained_once_in_order_and_merged(write_tiny_run, tmp_path: Pat
         return record, {name: torch.zeros(len(prompts), 8, 8, 3, dtype=torch.uint8) for name in names}
 
     monkeypatch.setattr(study, "run_jobs", fake)
-    monkeypatch.setattr(distill, "evaluate", measured)
+    monkeypatch.setattr(distill, "evaluate", fake_evaluate)
     arguments = [str(out), "--seeds", "4", *COMMON, "--jobs", "3", "data.root=ELSEWHERE"]
     steps = ["--teacher-steps", "7", "--distill-steps", "7", "--adapt-steps", "7"]
     distill.main([*arguments, *steps])
     assert [Path(command[0]).name for command in commands] == ["train.py"] * 4
     assert {"experiment=quickstart", "attention=full", "seed=4", "data.root=ELSEWHERE"} <= set(commands[0])
-    trained = {Path(word[8:]).name: command for command in commands for word in command if word.startswith("run_dir=")}
-    assert next(iter(trained)) == "teacher"
-    assert set(trained) == {"teacher", "dense", "sparse", "adapted"}
-    for name, command in trained.items():
+    trainings = {
+        Path(word[8:]).name: command for command in commands for word in command if word.startswith("run_dir=")
+    }
+    assert next(iter(trainings)) == "teacher"
+    assert set(trainings) == {"teacher", "dense", "sparse", "adapted"}
+    for name, command in trainings.items():
         assert "trainer.max_steps=7" in command
         assert (f"init_from={folder}/teacher" in command) == (name != "teacher")
     assert load_run(folder / "merged", device="cpu").step_list == STEP_LIST
@@ -221,46 +225,48 @@ def test_runs_are_trained_once_in_order_and_merged(write_tiny_run, tmp_path: Pat
     assert list(json.loads((out / "compare.json").read_text())["rows"]) == ROWS
 
     # again: finished runs are kept, merging is done anew
-    merged: list[Path] = []
-    monkeypatch.setattr(distill, "merge", merged.append)
+    merged_folders: list[Path] = []
+    monkeypatch.setattr(distill, "merge", merged_folders.append)
     commands.clear()
     distill.main([*arguments, *steps])
-    assert (commands, merged) == ([], [folder])
+    assert (commands, merged_folders) == ([], [folder])
     # nothing at all is started for scores alone, and other steps are another training
     distill.main([*arguments, "--evaluate-only"])
-    assert (commands, merged) == ([], [folder])
+    assert (commands, merged_folders) == ([], [folder])
     distill.main([*arguments, *steps[:3], "8", *steps[4:]])
-    started = [Path(word[8:]).name for command in commands for word in command if word.startswith("run_dir=")]
-    assert sorted(started) == ["dense", "sparse"]
+    run_names = [Path(word[8:]).name for command in commands for word in command if word.startswith("run_dir=")]
+    assert sorted(run_names) == ["dense", "sparse"]
 
 
 def test_runs_that_cannot_be_compared_are_refused(write_seed, tmp_path: Path):
-    def refused(folder: Path, message: str) -> None:
+    def expect_refusal(folder: Path, message: str) -> None:
         with pytest.raises(ValueError, match=message):
             distill.load_runs(folder, "cpu")
 
     distill.load_runs(write_seed(tmp_path / "whole"), "cpu")
-    refused(write_seed(tmp_path / "missing", without=("merged",)), "merged")
+    expect_refusal(write_seed(tmp_path / "missing", without=("merged",)), "merged")
     # finished runs are kept whatever they were trained with
     mixed = write_seed(tmp_path / "mixed")
     config = resolve_checkpoint(mixed / "sparse").state["config"]
     config["task"]["objective"]["step_aware"] = True
     rewrite_state(mixed / "sparse", config=config)
-    refused(mixed, r"mixed/sparse.* was trained with objective.step_aware=True, .*mixed/dense.* with None: use another")
+    expect_refusal(
+        mixed, r"mixed/sparse.* was trained with objective.step_aware=True, .*mixed/dense.* with None: use another"
+    )
     undistilled = write_seed(tmp_path / "undistilled")
     rewrite_state(undistilled / "sparse", step_list=None)
-    refused(undistilled, r"step lists differ: .*sparse.* has None, .*dense.* \(1000.0, 757.0, 522.0\)")
+    expect_refusal(undistilled, r"step lists differ: .*sparse.* has None, .*dense.* \(1000.0, 757.0, 522.0\)")
     longer = write_seed(tmp_path / "longer")
     rewrite_state(longer / "merged", step_list=[1000, 500])
-    refused(longer, r"step lists differ: .*merged.* has \(1000.0, 500.0\)")
+    expect_refusal(longer, r"step lists differ: .*merged.* has \(1000.0, 500.0\)")
     moved = write_seed(tmp_path / "moved")
     rewrite_state(moved / "dense", latent_mean=[0.0] * 16)
-    refused(moved, r"latent statistics of .*dense.* are not those of its teacher")
+    expect_refusal(moved, r"latent statistics of .*dense.* are not those of its teacher")
     denser = write_seed(tmp_path / "denser")
     config = resolve_checkpoint(denser / "merged").state["config"]
     config["sparsity"]["sparsity"] = 0.5
     rewrite_state(denser / "merged", config=config)
-    refused(denser, r"sparse.* has topk 2, .*merged.* topk 4")
+    expect_refusal(denser, r"sparse.* has topk 2, .*merged.* topk 4")
 
 
 def test_bad_input_is_one_line(write_seed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -277,19 +283,19 @@ def test_bad_input_is_one_line(write_seed, tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(ValueError, match=r"2 of 2 clips of .*dense.* in 3 steps are not finite"):
         distill.sample(tensors, evaluation_prompts(2), tensors.settings(), lambda clips: None)
 
-    def started(*_: Any, **__: Any) -> None:
+    def forbid_start(*_: Any, **__: Any) -> None:
         raise AssertionError("nothing may be started")
 
     with monkeypatch.context() as patch:
-        patch.setattr(study, "run_jobs", started)
+        patch.setattr(study, "run_jobs", forbid_start)
         with pytest.raises(ValueError, match="needs at least 132 clips, got 3"):
             distill.main([str(tmp_path / "new"), "--clips", "3"])
     assert not (tmp_path / "new").exists()
 
-    def failed(jobs: list[Job], slots: list[Slot], **_: Any) -> None:
+    def fail_job(jobs: list[Job], slots: list[Slot], **_: Any) -> None:
         jobs[0].status, jobs[0].reason = "failed", "no data"
 
-    monkeypatch.setattr(study, "run_jobs", failed)
+    monkeypatch.setattr(study, "run_jobs", fail_job)
     with pytest.raises(ValueError, match=r"seed-7/teacher failed \(no data\), see .*teacher\.log"):
         distill.main([str(tmp_path), "--seeds", "7"])
     with pytest.raises(ValueError, match=r"no such folder: .*seed-0/adapted"):
@@ -306,11 +312,11 @@ def test_the_script_trains_and_compares(tmp_path: Path, tiny_overrides: tuple[st
     steps = ["--teacher-steps", "6", "--distill-steps", "10", "--adapt-steps", "112", "--jobs", "2"]
     out = tmp_path / "compare"
     distill.main([str(out), "--seeds", "3", *COMMON, *steps, *tiny])
-    found = json.loads((out / "compare.json").read_text())
-    assert list(found["rows"]) == ROWS
-    assert [found["rows"][name].get("forwards") for name in ROWS] == [None, 8, 6, 3, 3, 3]
+    comparison = json.loads((out / "compare.json").read_text())
+    assert list(comparison["rows"]) == ROWS
+    assert [comparison["rows"][name].get("forwards") for name in ROWS] == [None, 8, 6, 3, 3, 3]
     # four networks: no two rows of clips are as far from real ones
-    assert len({found["rows"][name]["distance"]["mean"] for name in ROWS}) == len(ROWS)
-    merged = found["rows"]["merged student"]["settings"][0]
-    assert (merged["step_list"], merged["topk"], merged["num_tiles"]) == (list(STEP_LIST), 2, 8)
+    assert len({comparison["rows"][name]["distance"]["mean"] for name in ROWS}) == len(ROWS)
+    settings = comparison["rows"]["merged student"]["settings"][0]
+    assert (settings["step_list"], settings["topk"], settings["num_tiles"]) == (list(STEP_LIST), 2, 8)
     assert (out / "compare.png").is_file()

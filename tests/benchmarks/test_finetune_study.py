@@ -57,26 +57,26 @@ def test_the_script_compares_the_arms_and_keeps_finished_runs(
     command = [str(out), "--seeds", "3", "--pretrain-steps", "6", "--steps", "52", "--jobs", "2"]
     command += [*tiny, "sparsity.sparsity=0.75", "trainer.val_check_interval=2"]
     finetune.main(command)
-    found = json.loads((out / "compare.json").read_text())
+    comparison = json.loads((out / "compare.json").read_text())
     arms = ["dense", "annealed", "at once", "velocity"]
     arms += [f"tail {name} {how}" for name in ("1", "2", "2 mass") for how in ("at once", "annealed")]
-    assert (found["seeds"], found["steps"], list(found["end"])) == ([3], 52, arms)
+    assert (comparison["seeds"], comparison["steps"], list(comparison["end"])) == ([3], 52, arms)
     for arm in arms:
-        (curve,) = found["curves"][arm]
+        (curve,) = comparison["curves"][arm]
         assert curve["step"][-1] == curve["topk_step"][-1] == 52
-        assert found["end"][arm] == [curve["val_loss"][-1]]
+        assert comparison["end"][arm] == [curve["val_loss"][-1]]
         folder = out / "seed-3" / arm.replace(" ", "-")
         assert latest_checkpoint(folder / "checkpoints").state["config"]["init_from"].endswith("seed-3/pretrained")
-    kept = {arm: found["curves"][arm][0]["topk"] for arm in arms}
-    assert set(kept["at once"]) == {1}
-    assert kept["annealed"] == kept["velocity"]
-    assert (kept["annealed"][0], kept["annealed"][-1]) == (4, 2)
+    topks = {arm: comparison["curves"][arm][0]["topk"] for arm in arms}
+    assert set(topks["at once"]) == {1}
+    assert topks["annealed"] == topks["velocity"]
+    assert (topks["annealed"][0], topks["annealed"][-1]) == (4, 2)
     # arms that share all but one setting still differ
-    assert len({*(found["end"][arm][0] for arm in arms), *found["pretrained"]}) == len(arms) + 1
+    assert len({*(comparison["end"][arm][0] for arm in arms), *comparison["pretrained"]}) == len(arms) + 1
     assert Image.open(out / "compare.png").size[0] > 400
 
-    trained = {path: path.stat().st_mtime_ns for path in out.rglob("state.json")}
-    assert len(trained) > len(arms)
+    mtimes = {path: path.stat().st_mtime_ns for path in out.rglob("state.json")}
+    assert len(mtimes) > len(arms)
 
     def refuse(*_, **__):
         raise AssertionError("a finished run was trained again")
@@ -84,11 +84,11 @@ def test_the_script_compares_the_arms_and_keeps_finished_runs(
     with monkeypatch.context() as patch:
         patch.setattr(study, "_job", refuse)
         finetune.main(command)
-        assert json.loads((out / "compare.json").read_text()) == found
+        assert json.loads((out / "compare.json").read_text()) == comparison
         # control: one of other steps is no finished one
         with pytest.raises(AssertionError, match="trained again"):
             finetune.main([*command[:6], "53", *command[7:]])
-    assert {path: path.stat().st_mtime_ns for path in out.rglob("state.json")} == trained
+    assert {path: path.stat().st_mtime_ns for path in out.rglob("state.json")} == mtimes
 
 
 def test_bad_input_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -33,34 +33,34 @@ def test_score_writes_scores_beside_chance_and_codec(tiny_run_dir: Path, tmp_pat
     assert 0 <= codec["shape"] <= 1
     assert 0 <= scores["model"]["colour"] <= 1
     assert scores["settings"]["steps"] == 1
-    printed = capsys.readouterr().out
-    assert "16.7%" in printed
-    assert "25.0%" in printed
+    output = capsys.readouterr().out
+    assert "16.7%" in output
+    assert "25.0%" in output
     for name in scores["chance"]:
         with pytest.raises(ValueError, match=rf"{name} is right in .* below the required 101\.0%"):
             score.main([*common, f"--min-{name}", "1.01"])
 
 
 def test_score_samples_each_run_in_its_way(write_tiny_run, tiny_config, tmp_path: Path, monkeypatch):
-    seen = []
+    calls = []
     generate = score.generate
 
-    def watched(run, prompts, settings, progress):
-        seen.append((settings.steps, settings.step_list, settings.guidance, settings.flow_shift))
+    def record_call(run, prompts, settings, progress):
+        calls.append((settings.steps, settings.step_list, settings.guidance, settings.flow_shift))
         return generate(run, prompts, settings, progress)
 
-    monkeypatch.setattr(score, "generate", watched)
+    monkeypatch.setattr(score, "generate", record_call)
     samples = {"steps": 7, "guidance": 2.5, "flow_shift": 4.0}
     config = {**tiny_config(), "callbacks": {"samples": samples}}
     for name, step_list in (("many", None), ("few", (1000.0, 500.0))):
         run = write_tiny_run(tmp_path / name, config=config, step_list=step_list, with_ema=step_list is None)
         score.main([str(run), "--clips", "1", "--device", "cpu"])
-    assert seen == [(32, None, 1.0, 4.0), (2, (1000.0, 500.0), 1.0, 1.0)]
+    assert calls == [(32, None, 1.0, 4.0), (2, (1000.0, 500.0), 1.0, 1.0)]
     settings = json.loads((tmp_path / "few" / "score.json").read_text())["settings"]
     # a run without averages, as a merged one is
     assert (settings["weights"], settings["step_list"]) == ("model", [1000, 500])
     score.main([str(tmp_path / "few"), "--clips", "1", "--device", "cpu", "--guidance", "3"])
-    assert seen[-1] == (2, (1000.0, 500.0), 3.0, 1.0)
+    assert calls[-1] == (2, (1000.0, 500.0), 3.0, 1.0)
 
 
 def test_score_refuses_a_run_of_other_videos(write_tiny_run, tiny_config, tmp_path: Path):
@@ -79,10 +79,10 @@ def test_score_tells_right_clips_from_wrong_ones():
     assert score.score(videos, captions) == {"colour": 1.0, "direction": 1.0, "shape": 1.0}
     reverse = [video.flip(0) for video in videos]
     assert score.score(reverse, captions) == {"colour": 1.0, "direction": 0.0, "shape": 1.0}
-    turned = [video.flip(1) for video in videos]
+    upside_down = [video.flip(1) for video in videos]
     triangles = sum("triangle" in caption for caption in captions)
     # a triangle on its tip is none of the shapes; the others look the same upside down
-    assert score.score(turned, captions)["shape"] == 1 - triangles / len(captions)
+    assert score.score(upside_down, captions)["shape"] == 1 - triangles / len(captions)
     grey = [torch.full_like(video, 30) for video in videos]
     assert score.score(grey, captions) == {"colour": 0.0, "direction": 0.0, "shape": 0.0}
 

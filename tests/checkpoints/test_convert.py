@@ -68,8 +68,8 @@ def convert(*args: Any) -> None:
 
 
 def same_tensors(folder: Path, model: VideoDiT) -> bool:
-    files, wanted = WeightFiles(folder), model.state_dict()
-    return set(files.keys) == set(wanted) and all(torch.equal(files.read(key), wanted[key]) for key in wanted)
+    files, expected = WeightFiles(folder), model.state_dict()
+    return set(files.keys) == set(expected) and all(torch.equal(files.read(key), expected[key]) for key in expected)
 
 
 def json_of(path: Path) -> dict[str, Any]:
@@ -144,9 +144,9 @@ def test_names_of_published_models_are_those_of_wans_code(name):
             image_dim=1280 if image else None,
             added_kv_proj_dim=heads * 128 if image else None,
         )
-    found = {diffusers_to_wan(key): tuple(value.shape) for key, value in model.state_dict().items()}
-    assert found == wan_shapes(heads * 128, ffn, layers, channels, image)
-    assert [wan_to_diffusers(key) for key in found] == list(model.state_dict())
+    shapes = {diffusers_to_wan(key): tuple(value.shape) for key, value in model.state_dict().items()}
+    assert shapes == wan_shapes(heads * 128, ffn, layers, channels, image)
+    assert [wan_to_diffusers(key) for key in shapes] == list(model.state_dict())
 
 
 @pytest.mark.parametrize(
@@ -173,18 +173,18 @@ def test_diffusers_to_wan_and_back(kind, attention, tmp_path):
 
     files = WeightFiles(tmp_path / "wan")
     theirs = convert_wan_transformer_to_diffusers({key: files.read(key) for key in files.keys})
-    wanted = model.state_dict()
-    assert theirs.keys() == wanted.keys()
-    assert all(torch.equal(theirs[key], wanted[key]) for key in wanted)
+    expected = model.state_dict()
+    assert theirs.keys() == expected.keys()
+    assert all(torch.equal(theirs[key], expected[key]) for key in expected)
 
     convert(tmp_path / "wan", tmp_path / "b", "--to", "diffusers", "--no-golden")
     assert same_tensors(tmp_path / "b", model)
     for name in sorted(path.name for path in (tmp_path / "a").iterdir()):
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes(), name
     # and without a conversion, as `init_from=` does
-    source, loaded = open_weights(tmp_path / "wan"), VideoDiT(attention=attention, **BASE, **KINDS[kind])
-    source.load(loaded, "absent" if attention is FullAttention else "required")
-    assert all(torch.equal(value, wanted[key]) for key, value in loaded.state_dict().items())
+    source, network = open_weights(tmp_path / "wan"), VideoDiT(attention=attention, **BASE, **KINDS[kind])
+    source.load(network, "absent" if attention is FullAttention else "required")
+    assert all(torch.equal(value, expected[key]) for key, value in network.state_dict().items())
 
 
 @pytest.mark.parametrize(
@@ -226,14 +226,14 @@ def test_fastvideo_to_ours_and_back(tmp_path):
     with pytest.raises(ValueError, match=r"sparse_attention\.json is missing"):
         open_network(tmp_path / "fv")
     convert(tmp_path / "fv", tmp_path / "a", "--sparsity", 0.9, "--grid", 8, 16, 12, "--flow-shift", 8, "--guidance", 5)
-    found, info = open_network(tmp_path / "a")
+    network, info = open_network(tmp_path / "a")
     assert same_tensors(tmp_path / "a", model)
     assert info.sparse is not None
     # 2 x 4 x 3 tiles, of which a tenth is 3
     assert (info.sparse.num_tiles, info.sparse.grid_topk, info.sparse.budget) == ((24,), ((3, 3),), "fraction")
     assert (info.sparse.flow_shift, info.sparse.guidance_scale, info.sparse.fine_gate) == (8, 5, False)
     assert info.sparse.golden == "golden.safetensors"
-    assert sum(is_gate(key) for key in found.state_dict()) == 4
+    assert sum(is_gate(key) for key in network.state_dict()) == 4
 
     convert(tmp_path / "a", tmp_path / "back", "--to", "fastvideo")
     assert same_tensors(tmp_path / "back", model)
@@ -310,8 +310,8 @@ def test_a_distilled_run_is_exported_with_its_steps(tmp_path, capsys):
     convert(tmp_path / "back", tmp_path / "c", "--no-golden")
     assert read_sparse_config(tmp_path / "c").step_list == (900.0,)
 
-    given = ("--step-list", "900,400", "--guidance", 2, "--no-golden")
-    convert(tmp_path / "a", tmp_path / "given", *given)
+    options = ("--step-list", "900,400", "--guidance", 2, "--no-golden")
+    convert(tmp_path / "a", tmp_path / "given", *options)
     assert recipe(read_sparse_config(tmp_path / "given")) == ((900.0, 400.0), None, "standard", 2.0)
     # what was given stays on the way through a run
     convert(tmp_path / "given", tmp_path / "given_run", "--to", "run")
@@ -337,15 +337,15 @@ def test_the_steps_of_a_dense_generator_stay_in_runs_and_leave_with_a_word(tmp_p
     convert(tmp_path / "diffusers", tmp_path / "given", "--to", "run", "--step-list", "1000,757")
     convert(tmp_path / "diffusers", tmp_path / "lost", "--to", "run")
     assert "no file" not in capsys.readouterr().out
-    found = [resolve_checkpoint(tmp_path / name).state.get("step_list") for name in ("kept", "given", "lost")]
-    assert found == [[1000.0, 757.0], [1000.0, 757.0], None]
+    step_lists = [resolve_checkpoint(tmp_path / name).state.get("step_list") for name in ("kept", "given", "lost")]
+    assert step_lists == [[1000.0, 757.0], [1000.0, 757.0], None]
 
 
 def test_run_to_diffusers_and_back(tmp_path):
     ema = run_folder(tmp_path / "run")
     convert(tmp_path / "run", tmp_path / "a", "--to", "diffusers")
-    found, info = open_network(tmp_path / "a")
-    assert all(torch.equal(found.state_dict()[key], value) for key, value in ema.items())
+    network, info = open_network(tmp_path / "a")
+    assert all(torch.equal(network.state_dict()[key], value) for key, value in ema.items())
     sparse = info.sparse
     assert sparse is not None
     # the largest grid first: 3 x 4 x 6 tokens in 2 x 2 x 3 tiles, then 1 x 4 x 4 in 1 x 2 x 2
@@ -413,13 +413,13 @@ def test_exported_topk_is_that_of_the_last_step_trained(name, step, run_template
     # a copy may be of another step than its folder was
     checkpoint = shutil.copytree(run_template, tmp_path / "copy")
     config = {**json_of(checkpoint / "state.json")["config"], "sparsity": SCHEDULES[name]}
-    measured = {"sparsity_state": MEASURED} if name == "measured" else {"sparsity_state": {}}
-    rewrite_state(checkpoint, step=step, config=config, **measured)
+    state = {"sparsity_state": MEASURED} if name == "measured" else {"sparsity_state": {}}
+    rewrite_state(checkpoint, step=step, config=config, **state)
     sparse = open_weights(str(checkpoint)).sparse
     assert sparse is not None
     sparse = SparseAttentionConfig.from_json(sparse.to_json())
     schedule = build(SCHEDULES[name])
-    schedule.load_state_dict(measured["sparsity_state"])
+    schedule.load_state_dict(state["sparsity_state"])
     assert sparse.num_tiles == TILES
     run = LoadedRun(
         model=random_model(SPARSE),
@@ -439,8 +439,8 @@ def test_exported_topk_is_that_of_the_last_step_trained(name, step, run_template
         expected = (expected,) * 2 if isinstance(expected, int) else expected
         assert row == expected
         assert sparse.layer_topk(tiles) == expected
-        found = run.settings(latent_shape=shape).topk
-        assert ((found,) * 2 if isinstance(found, int) else found) == expected
+        actual = run.settings(latent_shape=shape).topk
+        assert ((actual,) * 2 if isinstance(actual, int) else actual) == expected
     assert sparse.dense_layers == tuple(SCHEDULES[name].get("dense_layers", ()))
     by_count = name in ("topk", "budget_0", "tokens", "stairs", "cosine", "measured")
     assert sparse.budget == (0.5 if name == "budget_half" else "count" if by_count else "fraction")
@@ -500,8 +500,8 @@ def test_files_have_the_dtypes_and_sizes_of_the_source(tmp_path):
 def test_trained_weights_and_dense_runs(tmp_path):
     ema = run_folder(tmp_path / "run", "FullAttention")
     convert(tmp_path / "run", tmp_path / "a", "--weights", "model")
-    found = WeightFiles(tmp_path / "a")
-    assert all(torch.equal(found.read(key), value + 1) for key, value in ema.items())
+    files = WeightFiles(tmp_path / "a")
+    assert all(torch.equal(files.read(key), value + 1) for key, value in ema.items())
     assert sorted(path.name for path in (tmp_path / "a").iterdir()) == [
         "config.json",
         "diffusion_pytorch_model.safetensors",
@@ -522,8 +522,8 @@ def test_dtype_and_golden_tensors_of_what_was_written(tmp_path):
 
 def test_sampling_settings_are_written_over(tmp_path):
     exported(tmp_path / "a", SPARSE)
-    given = ("--guidance-form", "additive", "--guidance", 4, "--dense-steps", 2, "--flow-shift", 6)
-    convert(tmp_path / "a", tmp_path / "b", *given, "--no-golden")
+    options = ("--guidance-form", "additive", "--guidance", 4, "--dense-steps", 2, "--flow-shift", 6)
+    convert(tmp_path / "a", tmp_path / "b", *options, "--no-golden")
     sparse = read_sparse_config(tmp_path / "b")
     assert (sparse.dense_steps, sparse.grid_topk) == (2, ((3, 5),))
     assert recipe(sparse) == (None, 6, "additive", 4)
@@ -580,8 +580,8 @@ def test_bad_input(arguments, message, tmp_path):
 
 
 def test_errors_are_one_line_and_status_1(tmp_path, capsys):
-    with pytest.raises(SystemExit) as stopped, one_line_errors(traceback=False):
+    with pytest.raises(SystemExit) as stop, one_line_errors(traceback=False):
         convert("./nowhere", tmp_path / "out", "--to", "wan")
-    assert stopped.value.code == 1
+    assert stop.value.code == 1
     assert capsys.readouterr() == ("", "error: no such folder: ./nowhere\n")
     assert not (tmp_path / "out").exists()

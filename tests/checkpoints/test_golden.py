@@ -52,7 +52,7 @@ def projected_by_hand(tensors: dict[str, torch.Tensor], case: GoldenCase) -> tup
         prefix = f"blocks.{case.layer}.{name}"
         return y @ tensors[f"{prefix}.weight"].double().T + tensors[f"{prefix}.bias"].double()
 
-    def normed(name: str, y: torch.Tensor) -> torch.Tensor:
+    def rms_norm(name: str, y: torch.Tensor) -> torch.Tensor:
         weight = tensors[f"blocks.{case.layer}.{name}.weight"].double()
         return y / (y.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * weight
 
@@ -66,12 +66,12 @@ def projected_by_hand(tensors: dict[str, torch.Tensor], case: GoldenCase) -> tup
         angles.append(row)
     turn = torch.polar(torch.ones(len(cells), dim // 2, dtype=torch.float64), torch.tensor(angles, dtype=torch.float64))
 
-    def rotated(y: torch.Tensor) -> torch.Tensor:
+    def rotate(y: torch.Tensor) -> torch.Tensor:
         pairs = torch.view_as_complex(y.view(len(cells), heads, dim // 2, 2).contiguous())
         return torch.view_as_real(pairs * turn[:, None]).flatten(2)
 
-    q = rotated(normed("attn1.norm_q", linear("attn1.to_q", x)))
-    k = rotated(normed("attn1.norm_k", linear("attn1.to_k", x)))
+    q = rotate(rms_norm("attn1.norm_q", linear("attn1.to_q", x)))
+    k = rotate(rms_norm("attn1.norm_k", linear("attn1.to_k", x)))
     return q, k, linear("attn1.to_v", x).view(len(cells), heads, dim)
 
 
@@ -109,9 +109,9 @@ def by_hand(tensors: dict[str, torch.Tensor], case: GoldenCase) -> torch.Tensor:
     for head in range(heads):
         scores = q_mean[:, head] @ k_mean[:, head].T / math.sqrt(dim)
         coarse = scores.softmax(-1) @ v_mean[:, head]
-        chosen = torch.zeros_like(scores).scatter_(1, scores.topk(case.topk).indices, 1.0)
-        seen = (member.T @ chosen @ member).bool()
-        full = (q[:, head] @ k[:, head].T / math.sqrt(dim)).masked_fill(~seen, -math.inf)
+        selection = torch.zeros_like(scores).scatter_(1, scores.topk(case.topk).indices, 1.0)
+        mask = (member.T @ selection @ member).bool()
+        full = (q[:, head] @ k[:, head].T / math.sqrt(dim)).masked_fill(~mask, -math.inf)
         out[:, head] = fine_gate[:, head] * (full.softmax(-1) @ v[:, head]) + gate[:, head] * (member.T @ coarse)
     return linear("attn1.to_out.0", out.flatten(1))[None]
 
@@ -122,18 +122,18 @@ def test_an_engine_written_by_hand_conforms(fine_gate, tmp_path):
     model, info = open_network(tmp_path / "out")
     write_golden(model, info.folder)
     tensors = load_file(info.folder / "diffusion_pytorch_model.safetensors")
-    seen: list[GoldenCase] = []
+    cases: list[GoldenCase] = []
 
     def engine(case: GoldenCase) -> torch.Tensor:
-        seen.append(case)
+        cases.append(case)
         return by_hand(tensors, case)
 
-    found = check_golden(info.folder, engine)
-    assert [row.layer for row in found] == [0, 1, 2]
-    assert max(row.error for row in found) < 1e-5
+    results = check_golden(info.folder, engine)
+    assert [row.layer for row in results] == [0, 1, 2]
+    assert max(row.error for row in results) < 1e-5
     # twelve tiles, ragged on two axes; a quarter is kept, all in the dense layer
-    assert {case.grid_thw for case in seen} == {(3, 5, 4)}
-    assert [case.topk for case in seen] == [3, 12, 3]
+    assert {case.grid_thw for case in cases} == {(3, 5, 4)}
+    assert [case.topk for case in cases] == [3, 12, 3]
 
     # an engine that keeps another number of tiles, or forgets a gate, is noticed in every layer it touches
     for broken in (
@@ -151,9 +151,9 @@ def test_backends_of_ours_conform(partition, backend, tmp_path):
     write_golden(open_network(tmp_path / "out")[0], tmp_path / "out")
     model, _ = open_network(tmp_path / "out", backend=backend)
     with torch.no_grad():
-        found = check_golden(tmp_path / "out", partial(attention_output, model))
-    assert len(found) == 3
-    assert not any(row.failed for row in found)
+        results = check_golden(tmp_path / "out", partial(attention_output, model))
+    assert len(results) == 3
+    assert not any(row.failed for row in results)
 
 
 def test_golden_files_are_reproducible_and_say_what_they_are(tmp_path):
@@ -217,11 +217,11 @@ def test_command_passes_and_fails_with_both_numbers(tmp_path, capsys, command_li
 def test_an_input_whose_tiles_or_skips_hang_on_rounding_is_passed_over(name, moves, monkeypatch):
     calls = []
 
-    def recorded(model, case, recorder):
+    def spy(model, case, recorder):
         calls.append(case.hidden)
         recorder(0, {"kv_indices": torch.zeros(3), name: torch.tensor(len(calls))})
 
-    monkeypatch.setattr(golden, "attention_output", recorded)
+    monkeypatch.setattr(golden, "attention_output", spy)
     case = GoldenCase(layer=0, hidden=torch.ones(1, 4, 2), grid_thw=(1, 2, 2), topk=1)
     assert golden._is_steady(None, case, 0) is not moves
     assert torch.equal(calls[0], case.hidden)
@@ -241,8 +241,8 @@ def windows_export(folder: Path, *, grid: tuple[int, int, int] = (4, 6, 6), **co
 
 def masked_by_hand(tensors: dict[str, torch.Tensor], case: GoldenCase, **changes: Any) -> torch.Tensor:
     """One layer from the weights' file, with the windows as a mask over tokens."""
-    seen = grid_mask(case.grid_thw, **{"window": WINDOW, "stride": STRIDE, **changes})
-    return attended_by_hand(tensors, case, torch.ones_like(seen) if case.dense else seen)
+    mask = grid_mask(case.grid_thw, **{"window": WINDOW, "stride": STRIDE, **changes})
+    return attended_by_hand(tensors, case, torch.ones_like(mask) if case.dense else mask)
 
 
 def test_windows_conform_and_others_do_not(tmp_path, capsys, command_line):
@@ -250,17 +250,17 @@ def test_windows_conform_and_others_do_not(tmp_path, capsys, command_line):
     model, info = open_network(tmp_path / "out")
     write_golden(model, info.folder)
     tensors = load_file(info.folder / "diffusion_pytorch_model.safetensors")
-    seen: list[GoldenCase] = []
+    cases: list[GoldenCase] = []
 
     def engine(case: GoldenCase) -> torch.Tensor:
-        seen.append(case)
+        cases.append(case)
         return masked_by_hand(tensors, case)
 
-    found = check_golden(info.folder, engine)
-    assert max(row.error for row in found) < 1e-5
+    results = check_golden(info.folder, engine)
+    assert max(row.error for row in results) < 1e-5
     # no larger than a clip of the training, and every window leaves something out
-    assert {case.grid_thw for case in seen} == {(4, 6, 6)}
-    assert [case.dense for case in seen] == [False, True, False]
+    assert {case.grid_thw for case in cases} == {(4, 6, 6)}
+    assert [case.dense for case in cases] == [False, True, False]
     for change in ({"window": (2, 4, 3)}, {"stride": (1, 1, 1)}):
         rows = check_golden(info.folder, lambda case, change=change: masked_by_hand(tensors, case, **change))
         assert [row.failed for row in rows] == [True, False, True]
@@ -309,8 +309,8 @@ def test_golden_grids_have_room_for_the_windows(window, trained, grid, layers, t
 def test_a_nan_does_not_conform(tmp_path):
     export(tmp_path / "out")
     write_golden(open_network(tmp_path / "out")[0], tmp_path / "out")
-    found = check_golden(tmp_path / "out", lambda case: torch.full_like(case.hidden, torch.nan))
-    assert all(row.failed for row in found)
+    results = check_golden(tmp_path / "out", lambda case: torch.full_like(case.hidden, torch.nan))
+    assert all(row.failed for row in results)
 
 
 def test_bad_input(tmp_path):

@@ -49,11 +49,11 @@ def without_gates(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def rewrite(run: Path, tensors: Mapping[str, Tensor] | None = None, **changes: Any) -> dict[str, Tensor]:
     """Put other weights (both groups, the averaged ones as given) and changes of its state into a run."""
-    found = resolve_checkpoint(run)
-    ema = dict(tensors) if tensors is not None else found.tensors("ema")
-    state = {key: value for key, value in found.state.items() if key not in changes} | changes
+    checkpoint = resolve_checkpoint(run)
+    ema = dict(tensors) if tensors is not None else checkpoint.tensors("ema")
+    state = {key: value for key, value in checkpoint.state.items() if key not in changes} | changes
     groups = {"model": {key: value + 1 for key, value in ema.items()}, "ema": ema}
-    remove_folder(found.path)
+    remove_folder(checkpoint.path)
     write_checkpoint(run / "checkpoints", groups, {k: v for k, v in state.items() if v is not None})
     return ema
 
@@ -110,26 +110,26 @@ def same(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> bool:
 @pytest.mark.parametrize("weights", [(), (0.5, 1.25), (0.0, 1.0), (1.0, 0.0)])
 def test_weights_are_the_sums_of_the_deltas(weights, runs):
     options = ("--sparse-weight", weights[0], "--few-step-weight", weights[1]) if weights else ()
-    found = runs.merge(*options)
+    tensors = runs.merge(*options)
     # one rounding to float32 of values below 1
-    assert largest_error(found, runs.wanted(*weights)) < 2**-23
+    assert largest_error(tensors, runs.wanted(*weights)) < 2**-23
     # control: the deltas the other way
-    assert largest_error(found, runs.wanted(*weights, sign=-1)) > 0.01
+    assert largest_error(tensors, runs.wanted(*weights, sign=-1)) > 0.01
     gates = [key for key in runs.sparse if is_gate(key)]
     assert len(gates) == 8
-    assert all(torch.equal(found[key], runs.sparse[key]) for key in gates)
+    assert all(torch.equal(tensors[key], runs.sparse[key]) for key in gates)
 
 
 def test_sum_is_the_exact_one_rounded():
     generator = torch.Generator().manual_seed(0)
     base, sparse, few = (0.1 * torch.randn(64, generator=generator) for _ in range(3))
-    found = MergedTensors({"w": base}, {"w": sparse}, {"w": few}, sparse_weight=0.75, few_step_weight=1.5)["w"]
+    actual = MergedTensors({"w": base}, {"w": sparse}, {"w": few}, sparse_weight=0.75, few_step_weight=1.5)["w"]
     rows = zip(base.tolist(), sparse.tolist(), few.tolist(), strict=True)
     terms = (map(Fraction, row) for row in rows)
     exact = [b + Fraction(3, 4) * (s - b) + Fraction(3, 2) * (f - b) for b, s, f in terms]
-    assert found.tolist() == torch.tensor([float(value) for value in exact]).tolist()
+    assert actual.tolist() == torch.tensor([float(value) for value in exact]).tolist()
     # control: float32 sums are not
-    assert (base + 0.75 * (sparse - base) + 1.5 * (few - base)).tolist() != found.tolist()
+    assert (base + 0.75 * (sparse - base) + 1.5 * (few - base)).tolist() != actual.tolist()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -146,12 +146,12 @@ def test_a_source_that_equals_the_base_changes_no_bit(dtype, runs):
 def test_result_has_the_dtype_of_the_sparse_source(runs):
     half = {key: value if is_gate(key) else value.to(torch.bfloat16) for key, value in runs.sparse.items()}
     rewrite(runs.folder / "sparse", half)
-    found = runs.merge()
-    assert {key: value.dtype for key, value in found.items()} == {key: value.dtype for key, value in half.items()}
-    assert {value.dtype for value in found.values()} == {torch.bfloat16, torch.float32}
+    tensors = runs.merge()
+    assert {key: value.dtype for key, value in tensors.items()} == {key: value.dtype for key, value in half.items()}
+    assert {value.dtype for value in tensors.values()} == {torch.bfloat16, torch.float32}
     runs.sparse = {key: value.float() for key, value in half.items()}
     # half a unit of eight bits, for values below 1
-    assert largest_error({k: v.float() for k, v in found.items()}, runs.wanted()) < 2**-8
+    assert largest_error({k: v.float() for k, v in tensors.items()}, runs.wanted()) < 2**-8
 
 
 def test_merged_tensors_are_not_in_memory_together(runs, monkeypatch):
@@ -159,15 +159,15 @@ def test_merged_tensors_are_not_in_memory_together(runs, monkeypatch):
     most = 0
     merged_tensor = MergedTensors.__getitem__
 
-    def watched(self: MergedTensors, name: str) -> Tensor:
+    def spy(self: MergedTensors, name: str) -> Tensor:
         nonlocal most
-        found = merged_tensor(self, name)
+        tensor = merged_tensor(self, name)
         if name in runs.base:
-            alive.append(weakref.ref(found))
+            alive.append(weakref.ref(tensor))
             most = max(most, sum(ref() is not None for ref in alive))
-        return found
+        return tensor
 
-    monkeypatch.setattr(MergedTensors, "__getitem__", watched)
+    monkeypatch.setattr(MergedTensors, "__getitem__", spy)
     runs.merge()
     assert len(alive) >= len(runs.base)
     assert most <= 2
@@ -182,13 +182,13 @@ def test_merged_tensors_are_not_in_memory_together(runs, monkeypatch):
 def test_merged_run_is_the_sparse_one_with_the_steps_of_the_few_step_one(runs, capsys):
     runs.merge()
     sparse, few, base = (resolve_checkpoint(runs.folder / name) for name in ("sparse", "few", "base"))
-    found = resolve_checkpoint(runs.folder / "out")
+    checkpoint = resolve_checkpoint(runs.folder / "out")
     check_folder(runs.folder / "out", overwrite=True)
-    kept = ("step", "config", "latent_mean", "latent_std", "codec", "text_encoder", "latent_shapes")
-    assert {key: found.state[key] for key in kept} == {key: sparse.state[key] for key in kept}
-    assert (found.step, found.state["step_list"]) == (7, STEPS)
+    keys = ("step", "config", "latent_mean", "latent_std", "codec", "text_encoder", "latent_shapes")
+    assert {key: checkpoint.state[key] for key in keys} == {key: sparse.state[key] for key in keys}
+    assert (checkpoint.step, checkpoint.state["step_list"]) == (7, STEPS)
     digests = {c.path.parts[-3]: c.state["files"]["ema.safetensors"] for c in (base, few, sparse)}
-    assert found.state["merged_from"] == {
+    assert checkpoint.state["merged_from"] == {
         "base": {"source": str(base.path), "digest": digests["base"]},
         "sparse": {"source": str(sparse.path), "digest": digests["sparse"]},
         "few_step": {"source": str(few.path), "digest": digests["few"]},
@@ -202,9 +202,9 @@ def test_merged_run_is_the_sparse_one_with_the_steps_of_the_few_step_one(runs, c
 
 
 def test_everything_that_reads_runs_reads_the_merged_one(runs):
-    merged = runs.merge()
+    tensors = runs.merge()
     run = load_run(runs.folder / "out", device="cpu")
-    assert same(dict(run.model.named_parameters()), merged)
+    assert same(dict(run.model.named_parameters()), tensors)
     settings = run.settings()
     # a quarter of 8 tiles, as the sparse run was last trained
     assert (run.weights, settings.topk, settings.step_list, settings.steps) == ("model", 2, tuple(STEPS), 3)
@@ -220,7 +220,7 @@ def test_everything_that_reads_runs_reads_the_merged_one(runs):
 
     run_command(convert, runs.folder / "out", runs.folder / "export", "--no-golden")
     files, sparse = WeightFiles(runs.folder / "export"), read_sparse_config(runs.folder / "export")
-    assert same({key: files.read(key) for key in files.keys}, merged)
+    assert same({key: files.read(key) for key in files.keys}, tensors)
     assert (sparse.step_list, sparse.guidance_scale, sparse.flow_shift) == (tuple(STEPS), 1.0, None)
 
 
@@ -232,12 +232,12 @@ def test_adapters_of_the_sparse_run_are_merged_into_its_weights(runs):
     tensors = {key.replace(f"{layer}.", f"{layer}.base_layer."): value for key, value in runs.sparse.items()}
     tensors |= {f"{layer}.lora_A.default.weight": a, f"{layer}.lora_B.default.weight": b}
     rewrite(runs.folder / "sparse", tensors, config={**config, "task": {**config["task"], "lora": lora}})
-    found = runs.merge()
+    weights = runs.merge()
     runs.sparse[f"{layer}.weight"] = runs.sparse[f"{layer}.weight"] + 2 * b @ a
-    assert largest_error(found, runs.wanted()) < 1e-6
+    assert largest_error(weights, runs.wanted()) < 1e-6
     # adapters are not merged twice
     assert resolve_checkpoint(runs.folder / "out").state["config"]["task"]["lora"] is None
-    assert same(dict(load_run(runs.folder / "out", device="cpu").model.named_parameters()), found)
+    assert same(dict(load_run(runs.folder / "out", device="cpu").model.named_parameters()), weights)
 
 
 # folders in diffusers' layout
@@ -284,9 +284,9 @@ def test_pretrained_base_with_runs_gives_a_run(runs, capsys):
     for name, spec in (("sparse", "b"), ("few", "b/transformer")):
         config = resolve_checkpoint(runs.folder / name).state["config"]
         rewrite(runs.folder / name, config={**config, "init_from": str(runs.folder / spec)})
-    found = runs.merge(base="b")
-    assert largest_error(found, runs.wanted()) < 2**-23
-    assert {value.dtype for value in found.values()} == {torch.float32}
+    tensors = runs.merge(base="b")
+    assert largest_error(tensors, runs.wanted()) < 2**-23
+    assert {value.dtype for value in tensors.values()} == {torch.float32}
     assert "note" not in capsys.readouterr().out
 
 
@@ -314,11 +314,11 @@ def test_another_base_is_said(init_from, teacher, noted, runs, capsys):
         state["teacher"] = {"source": "x", "digest": open_weights(str(runs.folder / teacher)).digest}
     rewrite(runs.folder / "sparse", **state)
     runs.merge()
-    said = capsys.readouterr().out.splitlines()
-    assert len(said) == 1 + noted
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 1 + noted
     if noted:
         path = runs.folder / "base/checkpoints/step-00000007"
-        assert said[0].endswith(f"started from {spec}, which is not known to be the base {path}")
+        assert lines[0].endswith(f"started from {spec}, which is not known to be the base {path}")
 
 
 def config_with(runs: Runs, name: str, group: str, **changes: Any) -> dict[str, Any]:
@@ -433,7 +433,7 @@ def test_the_command_writes_once(runs, capsys):
     runs.merge()
     assert len(capsys.readouterr().out.splitlines()) == 1
     state = runs.folder / "out/checkpoints/step-00000007/state.json"
-    written = json.loads(state.read_text())
+    content = json.loads(state.read_text())
     with pytest.raises(ValueError, match=f"^{runs.folder / 'out'} already exists$"):
         runs.merge()
-    assert json.loads(state.read_text()) == written
+    assert json.loads(state.read_text()) == content

@@ -62,5 +62,5 @@ def test_a_run_of_before_is_read_and_resumed(training):
     assert read_checkpoint(path).state["config"]["optim"]["_target_"] == "vsa.training.optimizer.AdamW"
     trainer = training("trainer.max_steps=3", "ckpt_path=last")
     assert trainer.global_step == 3
-    written = json.loads((resolve_checkpoint("last", training.folder()).path / "state.json").read_text())
-    assert written["config"]["optim"]["_target_"] == "vsa.training.optimizer.AdamW"
+    state = json.loads((resolve_checkpoint("last", training.folder()).path / "state.json").read_text())
+    assert state["config"]["optim"]["_target_"] == "vsa.training.optimizer.AdamW"

@@ -47,14 +47,14 @@ def test_two_good_ones_stay_whatever_is_damaged(tmp_path, seed):
     for step in range(1, 12):
         prune_checkpoints(tmp_path, save(tmp_path, step), keep)
         before, good = len(good), good | {step}
-        kept = steps(tmp_path)
-        assert {s for s in kept if is_good(tmp_path / f"step-{s:08d}")} == good & set(kept)
+        remaining = steps(tmp_path)
+        assert {s for s in remaining if is_good(tmp_path / f"step-{s:08d}")} == good & set(remaining)
         # no good one goes unless enough newer ones stay
-        assert len(good & set(kept)) >= min(2, before + 1)
-        assert set(sorted(good)[-2:]) <= set(kept)
-        good &= set(kept)
+        assert len(good & set(remaining)) >= min(2, before + 1)
+        assert set(sorted(good)[-2:]) <= set(remaining)
+        good &= set(remaining)
         if draw.random() < 0.5:
-            broken = draw.choice(kept)
+            broken = draw.choice(remaining)
             damage(tmp_path / f"step-{broken:08d}", draw)
             good -= {broken}
 
@@ -115,11 +115,11 @@ def test_a_start_that_fails_puts_them_back(tmp_path):
     aside = run / "checkpoints" / "abandoned-after-step-00000010"
 
     def fail(*, after_a_step):
-        with RunFolder(run) as opened:
-            assert opened.open("a: 2\n", overwrite=False, resume=aside.with_name("step-00000010")) == aside
+        with RunFolder(run) as run_folder:
+            assert run_folder.open("a: 2\n", overwrite=False, resume=aside.with_name("step-00000010")) == aside
             assert steps(aside) == [20, 30]
             if after_a_step:
-                opened.keep()
+                run_folder.keep()
             raise ValueError("failed")
 
     with pytest.raises(ValueError, match="failed"):

@@ -23,14 +23,14 @@ def _write(folder, step=1, value=1.0):
 def test_round_trip_is_bit_exact(tmp_path):
     values = torch.randn(1000, generator=torch.Generator().manual_seed(0))
     path = ck.write_checkpoint(tmp_path, {"model": {"a.b": values, "c": torch.tensor(3)}}, {"step": 7, "x": [1]})
-    found = ck.read_checkpoint(path)
+    checkpoint = ck.read_checkpoint(path)
     assert path.name == "step-00000007"
-    assert found.step == 7
-    assert found.state["x"] == [1]
-    assert torch.equal(found.tensors("model")["a.b"], values)
-    assert found.tensors("model")["c"].shape == ()
-    assert found.has("model")
-    assert not found.has("ema")
+    assert checkpoint.step == 7
+    assert checkpoint.state["x"] == [1]
+    assert torch.equal(checkpoint.tensors("model")["a.b"], values)
+    assert checkpoint.tensors("model")["c"].shape == ()
+    assert checkpoint.has("model")
+    assert not checkpoint.has("ema")
 
 
 def test_every_bit_flip_and_cut_is_found(tmp_path):
@@ -69,20 +69,20 @@ def test_a_look_without_digests_finds_missing_and_short_files(tmp_path, monkeypa
     (second / "model.safetensors").unlink()
     with pytest.raises(ValueError, match=r"step-00000002 is damaged: model\.safetensors is missing"):
         ck.read_checkpoint(second, verify=False)
-    assert ck.latest_checkpoint(tmp_path, lambda said: None, verify=False).path == first
+    assert ck.latest_checkpoint(tmp_path, lambda line: None, verify=False).path == first
 
 
 def test_latest_skips_damaged_ones_and_names_both(tmp_path):
     _write(tmp_path, 1)
     second = _write(tmp_path, 2)
     (second / "model.safetensors").write_bytes(b"x")
-    said = []
-    assert ck.latest_checkpoint(tmp_path, said.append).step == 1
-    assert len(said) == 1
-    assert "step-00000002" in said[0]
+    messages = []
+    assert ck.latest_checkpoint(tmp_path, messages.append).step == 1
+    assert len(messages) == 1
+    assert "step-00000002" in messages[0]
     (tmp_path / "step-00000001" / "state.json").unlink()
     with pytest.raises(ValueError, match="no valid checkpoint"):
-        ck.latest_checkpoint(tmp_path, said.append)
+        ck.latest_checkpoint(tmp_path, messages.append)
 
 
 def test_failed_save_leaves_the_previous_one_and_no_final_name(tmp_path, monkeypatch):
@@ -108,10 +108,10 @@ def test_a_full_disk_is_told_with_sizes_and_leaves_no_litter(tmp_path):
     tensors = {"model": {"w": torch.zeros(1000)}, "optimizer": {"w/exp_avg": torch.zeros(10_000)}}
     with pytest.raises(DiskFullError) as failure, small_files(20_000):
         ck.write_checkpoint(tmp_path, tensors, {"step": 2})
-    told = str(failure.value)
-    assert told.startswith(f"cannot write {tmp_path}/step-00000002: File too large (44 kB needed, ")
-    written = float(told.partition(" kB needed, ")[2].partition(" kB written")[0])
-    assert 20 <= written < 44
+    message = str(failure.value)
+    assert message.startswith(f"cannot write {tmp_path}/step-00000002: File too large (44 kB needed, ")
+    kilobytes = float(message.partition(" kB needed, ")[2].partition(" kB written")[0])
+    assert 20 <= kilobytes < 44
     assert os.listdir(tmp_path) == ["step-00000001"]
     assert ck.latest_checkpoint(tmp_path).step == 1
 
@@ -184,7 +184,7 @@ def test_optimizer_state_round_trip_continues_bit_for_bit(tmp_path, device):
             moments = {name: value.cpu().clone() for name, value in optimizer_state(optimizer).items()}
         step(straight, optimizer, i)
 
-    def resumed(moments):
+    def resume(moments):
         model, optimizer = fresh()
         load_model_tensors(model, files_of(tmp_path, weights), "x")
         load_optimizer_tensors(optimizer, files_of(tmp_path, moments), "x")
@@ -192,13 +192,13 @@ def test_optimizer_state_round_trip_continues_bit_for_bit(tmp_path, device):
             step(model, optimizer, i)
         return model
 
-    for a, b in zip(straight.parameters(), resumed(moments).parameters(), strict=True):
+    for a, b in zip(straight.parameters(), resume(moments).parameters(), strict=True):
         assert torch.equal(a, b)
     # control: every kind of saved tensor matters
     for key in ("exp_avg", "exp_avg_sq", "step"):
-        damaged = {k: v + 1e-3 if k.endswith("/" + key) else v for k, v in moments.items()}
+        wrong_moments = {k: v + 1e-3 if k.endswith("/" + key) else v for k, v in moments.items()}
         assert not all(
-            torch.equal(a, b) for a, b in zip(straight.parameters(), resumed(damaged).parameters(), strict=True)
+            torch.equal(a, b) for a, b in zip(straight.parameters(), resume(wrong_moments).parameters(), strict=True)
         ), key
     with pytest.raises(ValueError, match="x has 1 tensors the model has no place for: other"):
         load_optimizer_tensors(optimizer, files_of(tmp_path, {"other/exp_avg": torch.ones(1)}), "x")
@@ -213,28 +213,28 @@ def test_optimizer_state_that_should_be_there_is_missed(tmp_path):
     optimizer.step()
     # nothing was computed with the third
     assert without_state(optimizer) == ["c.weight"]
-    saved = {name: value.clone() for name, value in optimizer_state(optimizer).items()}
+    moments = {name: value.clone() for name, value in optimizer_state(optimizer).items()}
 
     def load(tensors, without=("c.weight",), most=1):
         files = files_of(tmp_path, tensors)
         load_optimizer_tensors(optimizer, files, "x", without=without, most_updates=most)
 
-    load(saved)
-    for key in saved:
+    load(moments)
+    for key in moments:
         with pytest.raises(ValueError, match=f"x lacks 1 tensors of the model: {key}"):
-            load({name: value for name, value in saved.items() if name != key})
-    whole = {name: value for name, value in saved.items() if not name.startswith("b")}
+            load({name: value for name, value in moments.items() if name != key})
+    whole = {name: value for name, value in moments.items() if not name.startswith("b")}
     with pytest.raises(ValueError, match=r"x lacks 3 tensors of the model: b\.weight/exp_avg, "):
         load(whole)
     # control: where it is said to have none, and in the first schema, that is all there is
     load(whole, without=("b.weight", "c.weight"))
     load(whole, without=None)
     with pytest.raises(ValueError, match="x lacks 3 tensors of the model: c"):
-        load(saved, without=())
+        load(moments, without=())
     with pytest.raises(ValueError, match="x has 3 tensors the model has no place for: a"):
-        load(saved, without=("a.weight", "c.weight"))
+        load(moments, without=("a.weight", "c.weight"))
     with pytest.raises(ValueError, match=r"x: a\.weight/exp_avg has shape \(4,\), the optimizer needs \(2, 2\)"):
-        load({**saved, "a.weight/exp_avg": torch.ones(4)})
+        load({**moments, "a.weight/exp_avg": torch.ones(4)})
     for count in (0, 2):
         with pytest.raises(ValueError, match=f"x: a.weight/step counts {count} updates in 1 steps"):
-            load({**saved, "a.weight/step": torch.tensor(float(count))})
+            load({**moments, "a.weight/step": torch.tensor(float(count))})

@@ -40,8 +40,8 @@ def test_names_of_sweeps_and_people_stay(name):
 
 
 def open_folder(folder: Path, config: str, *, overwrite: bool) -> None:
-    with RunFolder(folder) as opened:
-        opened.open(config, overwrite=overwrite)
+    with RunFolder(folder) as run:
+        run.open(config, overwrite=overwrite)
 
 
 # whose a folder is
@@ -145,8 +145,8 @@ def test_overwriting_moves_aside_opens_and_removes(tmp_path):
     lefts = [".run.overwritten-0123abcd", ".run.removing-0123abcd", ".run2.overwritten-0123abcd"]
     for left in lefts:
         (tmp_path / left / "checkpoints").mkdir(parents=True)
-    with RunFolder(folder) as opened:
-        opened.open("new: true\n", overwrite=True)
+    with RunFolder(folder) as run:
+        run.open("new: true\n", overwrite=True)
         assert set(lefts) < set(os.listdir(tmp_path))
     assert sorted(os.listdir(tmp_path)) == [lefts[2], "run"]
     assert contents(folder).keys() == {"config.yaml", MANIFEST}
@@ -199,14 +199,14 @@ def test_the_commit_is_that_of_the_checkout(tmp_path, monkeypatch):
 
 def fail_in(folder: Path, *, overwrite: bool, opens: bool = True, keeps: bool = False) -> None:
     """A run that fails before it is opened, before its first step or later."""
-    with RunFolder(folder) as opened:
+    with RunFolder(folder) as run:
         if opens:
-            opened.open("new: true\n", overwrite=overwrite)
+            run.open("new: true\n", overwrite=overwrite)
             assert (folder / "config.yaml").read_text() == "new: true\n"
             # as the logger does
             (folder / "metrics.csv").write_text("")
         if keeps:
-            opened.keep()
+            run.keep()
         raise KeyError
 
 
@@ -296,8 +296,8 @@ def test_undoing_leaves_alone_what_was_not_changed(tmp_path, recwarn):
 
 def test_undoing_on_a_full_disk_says_so_beside_the_error(tmp_path):
     folder = a_run(tmp_path / "run", "old: " + "x" * 20_000)
-    said = pytest.warns(UserWarning, match=rf"^{folder}/config.yaml could not be put back: cannot write")
-    with small_files(10_000), said, pytest.raises(KeyError):
+    warning = pytest.warns(UserWarning, match=rf"^{folder}/config.yaml could not be put back: cannot write")
+    with small_files(10_000), warning, pytest.raises(KeyError):
         fail_in(folder, overwrite=False)
     # nothing was cut off
     assert (folder / "config.yaml").read_text() == "new: true\n"
@@ -370,8 +370,8 @@ def test_the_second_process_is_told_of_the_first(tmp_path):
     with locked(folder):
         assert contents(tmp_path).keys() == {"out", "out/group", "out/group/.run.lock"}
         here = re.escape(f"process {os.getpid()} on {socket.gethostname()} since 2")
-        told = pytest.raises(ValueError, match=rf"^run folder {folder} is in use by {here}.* name another run")
-        with told, locked(folder):
+        refusal = pytest.raises(ValueError, match=rf"^run folder {folder} is in use by {here}.* name another run")
+        with refusal, locked(folder):
             pass
         # a link is another name of the same folder
         (tmp_path / "link").symlink_to(folder.parent)
@@ -468,8 +468,8 @@ def test_a_mount_point_is_not_overwritten(tmp_path, monkeypatch):
 
 
 def test_a_full_disk_does_not_cost_the_lock(tmp_path):
-    told = pytest.raises(ValueError, match="in use by another process")
-    with small_files(0), locked(tmp_path / "run"), told, locked(tmp_path / "run"):
+    refusal = pytest.raises(ValueError, match="in use by another process")
+    with small_files(0), locked(tmp_path / "run"), refusal, locked(tmp_path / "run"):
         pass
     assert contents(tmp_path) == {}
 
@@ -543,16 +543,16 @@ def test_overwriting_cannot_leave_the_folder_of_the_run(training):
 def test_loggers_make_no_files_before_the_run_is_checked(training):
     pytest.importorskip("tensorboard")
     # found out when the trainer sets up
-    refused = ("logger=tensorboard", "data.batch_size=3", "trainer.accumulate_grad_batches=2")
+    settings = ("logger=tensorboard", "data.batch_size=3", "trainer.accumulate_grad_batches=2")
     with pytest.raises(ValueError, match=r"data\.batch_size=3 is not divisible"):
-        training(*refused)
+        training(*settings)
     assert not training.output.exists()
     for extra in ((), ("overwrite=true",)):
         training("logger=tensorboard", "trainer.max_steps=1", *extra)
         assert len(list((training.folder() / "tensorboard").glob("events.*"))) == 1
     before = contents(training.output)
     with pytest.raises(ValueError, match=r"data\.batch_size=3 is not divisible"):
-        training(*refused, "overwrite=true")
+        training(*settings, "overwrite=true")
     assert contents(training.output) == before
 
 
@@ -560,9 +560,9 @@ def test_a_folder_that_is_no_run_stays_as_it_is(training, tmp_path):
     folder = tmp_path / "photos"
     folder.mkdir()
     (folder / "config.yaml").write_text("mine")
-    for given, overwrite in ((folder, "true"), (folder, "false"), (tmp_path, "true")):
-        with pytest.raises(ValueError, match=f"{given}( |:).*{MANIFEST}"):
-            training(f"run_dir={given}", f"overwrite={overwrite}")
+    for path, overwrite in ((folder, "true"), (folder, "false"), (tmp_path, "true")):
+        with pytest.raises(ValueError, match=f"{path}( |:).*{MANIFEST}"):
+            training(f"run_dir={path}", f"overwrite={overwrite}")
     with pytest.raises(ValueError, match=r"^run_dir= is not a folder: "):
         training("run_dir=", "overwrite=true")
     assert contents(tmp_path) == {"photos": None, "photos/config.yaml": b"mine"}

@@ -70,8 +70,8 @@ def by_ranks(world: int, function) -> list:
 
 def save(folder: Path, kind: str, step: int = 1) -> None:
     """A collective: write the values as a strategy holds them."""
-    held = {group: {name: spread(t, kind) for name, t in own.items()} for group, own in values().items()}
-    ck.write_checkpoint(folder, held, {"step": step}, together=True)
+    groups = {group: {name: spread(t, kind) for name, t in own.items()} for group, own in values().items()}
+    ck.write_checkpoint(folder, groups, {"step": step}, together=True)
     dist.barrier()
 
 
@@ -88,18 +88,18 @@ def written(tmp_path_factory) -> Path:
 @pytest.mark.parametrize("name", ["one-1", *(f"{kind}-{world}" for kind in MESHES for world in (2, 4))])
 def test_any_number_of_ranks_writes_the_checkpoint_of_one(written, name):
     world = int(name[-1])
-    found = ck.read_checkpoint(written / name / "step-00000001")
-    assert list(found.groups) == ["model", "optimizer"]
+    checkpoint = ck.read_checkpoint(written / name / "step-00000001")
+    assert list(checkpoint.groups) == ["model", "optimizer"]
     for group, tensors in values().items():
-        assert same_bits(found.tensors(group), tensors)
-        assert len(found.groups[group]) == world
+        assert same_bits(checkpoint.tensors(group), tensors)
+        assert len(checkpoint.groups[group]) == world
     # one process writes what it always has, in a schema that older versions read
-    state = json.loads((found.path / "state.json").read_text())
+    state = json.loads((checkpoint.path / "state.json").read_text())
     assert state["schema"] == (2 if world == 1 else 3)
     if world == 1:
         return
     # every byte once, and no rank most of them
-    sizes = [bytes_of_tensors(found.path / file) for file in found.groups["model"]]
+    sizes = [bytes_of_tensors(checkpoint.path / file) for file in checkpoint.groups["model"]]
     whole = sum(t.numel() * t.element_size() for t in values()["model"].values())
     assert sum(sizes) == whole
     assert max(sizes) < 0.8 * whole
@@ -114,21 +114,21 @@ def bytes_of_tensors(path: Path) -> int:
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_ranks_read_what_others_have_written(written, world):
     def on_rank(rank: int) -> dict[str, bool]:
-        found = {}
+        results = {}
         for path in sorted(written.glob("*/step-*")):
             files = ck.read_checkpoint(path, verify=False).open("model")
             for kind in MESHES if world > 1 else ("fsdp",):
-                filled = {}
+                tensors = {}
                 for name, value in values()["model"].items():
                     tensor = spread(torch.zeros_like(value), kind)
                     files.fill(tensor, name)
-                    filled[name] = whole(tensor)
-                found[f"{path.parent.name} to {kind}"] = same_bits(filled, values()["model"])
-        return found
+                    tensors[name] = whole(tensor)
+                results[f"{path.parent.name} to {kind}"] = same_bits(tensors, values()["model"])
+        return results
 
-    for found in by_ranks(world, on_rank):
-        assert len(found) == 7 * (3 if world > 1 else 1)
-        assert all(found.values()), found
+    for results in by_ranks(world, on_rank):
+        assert len(results) == 7 * (3 if world > 1 else 1)
+        assert all(results.values()), results
 
 
 @given(count=st.integers(0, 40), holders=st.integers(1, 9), first=st.integers(0, 5))
@@ -185,14 +185,14 @@ def test_damage_of_any_file_is_noticed_with_its_reason(tmp_path):
                 with pytest.raises(ValueError, match=f"{name} cannot be read"):
                     ck.read_checkpoint(newest, verify=False)
         (newest / name).unlink()
-        said = []
-        assert ck.latest_checkpoint(tmp_path, said.append, verify=False).step == 1
-        assert f"{name} is missing" in said[0]
+        messages = []
+        assert ck.latest_checkpoint(tmp_path, messages.append, verify=False).step == 1
+        assert f"{name} is missing" in messages[0]
         (newest / name).write_bytes(good)
     # a file that the state does not name
     files = json.loads((newest / "state.json").read_text())["files"]
-    for gone in names:
-        rewrite_state(newest, files={name: digest for name, digest in files.items() if name != gone})
+    for missing in names:
+        rewrite_state(newest, files={name: digest for name, digest in files.items() if name != missing})
         with pytest.raises(ValueError, match="expected SHA-256 by file name"):
             ck.read_checkpoint(newest)
 
@@ -201,7 +201,7 @@ def test_one_rank_without_room_leaves_nothing_and_is_named(tmp_path, monkeypatch
     whole = ck.save_file
 
     def on_rank(rank: int) -> list[str]:
-        told = []
+        lines = []
         for step, broken in ((1, 0), (2, 1), (3, None)):
 
             def full(path, parts, broken=broken):
@@ -213,11 +213,11 @@ def test_one_rank_without_room_leaves_nothing_and_is_named(tmp_path, monkeypatch
             try:
                 ck.write_checkpoint(tmp_path, values(), {"step": step}, together=True)
             except DiskFullError as failure:
-                told.append(str(failure))
+                lines.append(str(failure))
             dist.barrier()
-            told += os.listdir(tmp_path) if rank == 0 else []
+            lines += os.listdir(tmp_path) if rank == 0 else []
             dist.barrier()
-        return told
+        return lines
 
     first, second = by_ranks(2, on_rank)
     assert len(first) == 3
@@ -232,9 +232,9 @@ def test_ranks_that_see_different_folders_say_so(tmp_path, monkeypatch):
     monkeypatch.setattr(ck, "SEEN_WITHIN", 0.2)
 
     def on_rank(rank: int) -> str:
-        with pytest.raises(OSError) as refused:
+        with pytest.raises(OSError) as error:
             ck.write_checkpoint(tmp_path / str(rank), values(), {"step": 1}, together=True)
-        return str(refused.value)
+        return str(error.value)
 
     first, second = by_ranks(2, on_rank)
     assert second.startswith(f"rank 1 does not see {tmp_path}/1/.writing-step-00000001, which rank 0 has made")
@@ -257,9 +257,9 @@ def test_a_sharded_run_converts_to_the_files_of_one_process(tmp_path):
     assert ours.digest != theirs.digest
     for run in ("one", "two"):
         run_command(convert, tmp_path / run, tmp_path / f"{run}-export", "--to", "diffusers")
-    exported = sorted(path.name for path in (tmp_path / "one-export").rglob("*.safetensors"))
-    assert exported
-    for name in exported:
+    names = sorted(path.name for path in (tmp_path / "one-export").rglob("*.safetensors"))
+    assert names
+    for name in names:
         (a,), (b,) = ((tmp_path / f"{run}-export").rglob(name) for run in ("one", "two"))
         assert a.read_bytes() == b.read_bytes()
 

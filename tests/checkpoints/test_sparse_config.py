@@ -57,10 +57,10 @@ def test_windows_are_in_the_file_and_become_the_same_method(tiles, tmp_path):
     read = read_sparse_config(tmp_path)
     # 1 is a token, 1.0 the whole axis: equal numbers
     assert str(read) == str(config)
-    made, method = (m.blocks[0].method for m in (ours(attention_of(read)), model))
-    assert str(made.settings()) == str(method.settings())
+    read_method, method = (m.blocks[0].method for m in (ours(attention_of(read)), model))
+    assert str(read_method.settings()) == str(method.settings())
     for name in ("rules", "tile_thw", "kv_tile_thw", "block_order"):
-        assert getattr(made, name) == getattr(method, name), name
+        assert getattr(read_method, name) == getattr(method, name), name
     refuse_other_attention(model, read, "it")
     for other in ({"window_thw": (1, 4, 0.5)}, {"causal_thw": (False,) * 3}, {"tile_thw": (2, 2, 2)}):
         with pytest.raises(ValueError, match="it has "):
@@ -116,8 +116,8 @@ def test_topk_of_another_grid_layer_and_moment():
     assert replace(config, budget="count").layer_topk(4) == (3, 4)
     assert replace(config, budget=0.5).layer_topk(120) == (6, 12)
     assert replace(config, dense_layers=(1,)).layer_topk(60) == (6, 60)
-    exported = ExportedSparsity(config_of(model, grid_topk=((3, 6),), budget="fraction", dense_layers=(1,)))
-    rows = [exported.topk_per_layer(0, 60, 2, at) for at in ("current", "half", "double")]
+    sparsity = ExportedSparsity(config_of(model, grid_topk=((3, 6),), budget="fraction", dense_layers=(1,)))
+    rows = [sparsity.topk_per_layer(0, 60, 2, at) for at in ("current", "half", "double")]
     assert rows == [(6, 60), (3, 60), (12, 60)]
 
 

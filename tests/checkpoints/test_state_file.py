@@ -28,11 +28,11 @@ def pair(tmp_path):
 
 
 def refusal(path):
-    with pytest.raises(ValueError) as refused:
+    with pytest.raises(ValueError) as error:
         read_checkpoint(path)
-    assert "\n" not in str(refused.value)
-    assert str(path) in str(refused.value)
-    return str(refused.value)
+    assert "\n" not in str(error.value)
+    assert str(path) in str(error.value)
+    return str(error.value)
 
 
 def test_no_changed_or_missing_byte_passes(pair):
@@ -45,9 +45,9 @@ def test_no_changed_or_missing_byte_passes(pair):
         refusal(newer)
         file.write_bytes(good[:place])
         refusal(newer)
-    said = []
-    assert latest_checkpoint(newer.parent, said.append).path == older
-    assert "step-00000012" in said[0]
+    messages = []
+    assert latest_checkpoint(newer.parent, messages.append).path == older
+    assert "step-00000012" in messages[0]
     # control
     file.write_bytes(good)
     assert latest_checkpoint(newer.parent).path == newer
@@ -98,7 +98,7 @@ def test_impossible_values_are_refused_under_a_digest_that_fits(pair, change, me
         rewrite_state(newer, **change)
     with pytest.raises(ValueError, match=message):
         read_checkpoint(newer)
-    assert latest_checkpoint(newer.parent, lambda said: None).step == 6
+    assert latest_checkpoint(newer.parent, lambda line: None).step == 6
 
 
 @pytest.mark.parametrize("missing", ["step", "files"])
@@ -113,7 +113,7 @@ def test_missing_values_are_named(pair, missing):
 def test_other_content_is_one_line(pair, content):
     (pair[1] / "state.json").write_bytes(content.encode("latin-1"))
     assert len(refusal(pair[1])) < 400
-    assert latest_checkpoint(pair[1].parent, lambda said: None).step == 6
+    assert latest_checkpoint(pair[1].parent, lambda line: None).step == 6
 
 
 def test_a_folder_in_place_of_a_file_is_damage(pair):

@@ -52,20 +52,20 @@ pytestmark = pytest.mark.filterwarnings("ignore:tiles .* full:UserWarning")
 @pytest.mark.parametrize("attention", [SPARSE, COARSE_ONLY], ids=["both_gates", "coarse_gate"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_sparse_model_starts_as_the_dense_one(kind, attention, tmp_path):
-    theirs, given = diffusers_model(kind), inputs(kind)
+    theirs, arguments = diffusers_model(kind), inputs(kind)
     theirs.save_pretrained(tmp_path)
     model = ours(attention, kind)
     source = open_weights(tmp_path)
     source.load(model, "initial")
     assert source.sparse is None
     assert {name for name, _ in model.named_parameters()} - set(source) == set(gate_names(model))
-    expected = run_theirs(theirs, **given)
+    expected = run_theirs(theirs, **arguments)
     assert expected.abs().max() > 0.5
-    assert error(run_ours(model, **given), expected) < 1e-5
+    assert error(run_ours(model, **arguments), expected) < 1e-5
     # controls: fewer tiles, or a gate that is not zero, would show
-    assert error(run_ours(model, **given, topk=2), expected) > 1e-4
+    assert error(run_ours(model, **arguments, topk=2), expected) > 1e-4
     dict(model.named_parameters())["blocks.1.to_gate_compress.bias"].data.fill_(0.1)
-    assert error(run_ours(model, **given), expected) > 1e-4
+    assert error(run_ours(model, **arguments), expected) > 1e-4
 
 
 def test_pipeline_and_our_sampler_agree(tmp_path):
@@ -117,9 +117,9 @@ def test_sharded_files_load_bit_for_bit(kind, tmp_path):
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
     model, info = open_network(tmp_path)
     assert info.sparse is None
-    found = model.state_dict()
-    assert found.keys() == theirs.state_dict().keys()
-    assert all(torch.equal(found[key], value) for key, value in theirs.state_dict().items())
+    state = model.state_dict()
+    assert state.keys() == theirs.state_dict().keys()
+    assert all(torch.equal(state[key], value) for key, value in theirs.state_dict().items())
 
 
 def test_bfloat16_files_fill_float32_parameters(tmp_path):
@@ -160,10 +160,10 @@ def test_gates_that_would_start_at_random_are_refused(tmp_path):
     refuse_random_gates(ours(SPARSE))
     refuse_random_gates(ours(FullAttention))
     # a sparse checkpoint has its gates: their start does not matter
-    trained = random_sparse()
-    export_pretrained(trained, tmp_path / "out", sparse=config_of(trained))
+    sparse_model = random_sparse()
+    export_pretrained(sparse_model, tmp_path / "out", sparse=config_of(sparse_model))
     open_weights(tmp_path / "out").load(model, "required")
-    assert all(torch.equal(trained.state_dict()[key], value) for key, value in model.state_dict().items())
+    assert all(torch.equal(sparse_model.state_dict()[key], value) for key, value in model.state_dict().items())
 
 
 def test_old_image_checkpoints_hold_a_norm_nobody_uses(tmp_path):
@@ -228,12 +228,12 @@ def test_export_and_load_are_bit_exact(kind, attention, tmp_path):
     export_pretrained(model, tmp_path / "out", sparse=sparse, max_shard_bytes=60_000)
     assert len(list((tmp_path / "out").glob("*.safetensors"))) > 2
     assert not list(tmp_path.glob(".writing*"))
-    found, info = open_network(tmp_path / "out")
+    network, info = open_network(tmp_path / "out")
     assert info.sparse == sparse
-    assert found.state_dict().keys() == model.state_dict().keys()
-    assert all(torch.equal(found.state_dict()[key], value) for key, value in model.state_dict().items())
+    assert network.state_dict().keys() == model.state_dict().keys()
+    assert all(torch.equal(network.state_dict()[key], value) for key, value in model.state_dict().items())
     # and once more: the files are the same too
-    export_pretrained(found, tmp_path / "again", sparse=sparse, max_shard_bytes=60_000)
+    export_pretrained(network, tmp_path / "again", sparse=sparse, max_shard_bytes=60_000)
     for path in (tmp_path / "out").iterdir():
         assert path.read_bytes() == (tmp_path / "again" / path.name).read_bytes(), path.name
 
@@ -241,10 +241,10 @@ def test_export_and_load_are_bit_exact(kind, attention, tmp_path):
 @pytest.mark.parametrize("shard", [5 * 2**30, 60_000], ids=["one_file", "shards"])
 def test_diffusers_opens_an_export(shard, tmp_path):
 
-    model, given = random_sparse(FullAttention), inputs("t2v")
+    model, arguments = random_sparse(FullAttention), inputs("t2v")
     export_pretrained(model, tmp_path / "dense", sparse=None, max_shard_bytes=shard)
     theirs = WanTransformer3DModel.from_pretrained(tmp_path / "dense")
-    assert error(run_theirs(theirs, **given), run_ours(model, **given)) < 1e-5
+    assert error(run_theirs(theirs, **arguments), run_ours(model, **arguments)) < 1e-5
     # the base weights of a sparse export load there too, without its gates
     model = random_sparse(COARSE_ONLY)
     export_pretrained(model, tmp_path / "sparse", sparse=config_of(model), max_shard_bytes=shard)
@@ -330,12 +330,12 @@ def _one_rank(rank: int, source: Path, out: Path) -> tuple[list[int], str]:
     rows: list[int] = []
     read = WeightFiles.rows
 
-    def counted(self: WeightFiles, key: str, start: int, stop: int) -> torch.Tensor:
+    def spy(self: WeightFiles, key: str, start: int, stop: int) -> torch.Tensor:
         if key == "blocks.0.attn1.to_q.weight":
             rows.append(stop - start)
         return read(self, key, start, stop)
 
-    WeightFiles.rows = counted
+    WeightFiles.rows = spy
     open_weights(source).load(model, "initial")
     files = WeightFiles(source)
     for name, parameter in model.named_parameters():
@@ -350,8 +350,8 @@ def _one_rank(rank: int, source: Path, out: Path) -> tuple[list[int], str]:
     try:
         export_pretrained(model, out, sparse=config_of(model))
         error = "none"
-    except ValueError as found:
-        error = str(found)
+    except ValueError as failure:
+        error = str(failure)
     return rows, error
 
 
@@ -375,11 +375,11 @@ def _full_disk(rank: int, source: Path, out: Path) -> str:
     model = ours(SPARSE)
     fully_shard(model, mesh=mesh)
     open_weights(source).load(model, "initial")
-    save, done = weight_files.save_file, []
+    save, calls = weight_files.save_file, []
 
     def fails_at_the_second(*args: Any, **options: Any) -> None:
-        done.append(args)
-        if len(done) == 2:
+        calls.append(args)
+        if len(calls) == 2:
             raise OSError("disk full")
         save(*args, **options)
 

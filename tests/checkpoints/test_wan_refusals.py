@@ -77,9 +77,9 @@ def test_checkpoints_that_do_not_fit_are_refused_before_a_byte_is_copied(change,
     assert "\n" not in str(caught.value)
     assert all(torch.equal(before[name], p) for name, p in model.named_parameters())
     with torch.device("meta"):
-        unplaced = ours()
+        meta_model = ours()
     with pytest.raises(ValueError, match=message):
-        open_weights(tmp_path).check(unplaced, "absent")
+        open_weights(tmp_path).check(meta_model, "absent")
 
 
 def test_shards_that_disagree_with_their_index_are_refused(tmp_path):
@@ -99,12 +99,12 @@ def test_a_tensor_has_one_place(tmp_path):
     saved(tmp_path, shard="60KB")
     index = tmp_path / "diffusion_pytorch_model.safetensors.index.json"
     text = index.read_text()
-    moved = json.loads(text)
+    content = json.loads(text)
     # the last and the first tensor change places, so both files are still named
-    last, first = moved["weight_map"]["proj_out.bias"], moved["weight_map"]["patch_embedding.bias"]
+    last, first = content["weight_map"]["proj_out.bias"], content["weight_map"]["patch_embedding.bias"]
     assert last != first
-    moved["weight_map"]["proj_out.bias"] = first
-    index.write_text(json.dumps(moved))
+    content["weight_map"]["proj_out.bias"] = first
+    index.write_text(json.dumps(content))
     with pytest.raises(ValueError, match=rf"has proj_out\.bias in {first}, but it is in {last}"):
         WeightFiles(tmp_path)
     index.write_text(text)
@@ -223,7 +223,7 @@ def test_a_name_that_is_no_folder_is_refused(monkeypatch, tmp_path):
 def test_what_is_downloaded(monkeypatch, tmp_path):
     from huggingface_hub.utils import filter_repo_objects
 
-    wanted = [
+    expected = [
         "model_index.json",
         "transformer/config.json",
         "transformer/diffusion_pytorch_model-00001-of-00002.safetensors",
@@ -237,16 +237,16 @@ def test_what_is_downloaded(monkeypatch, tmp_path):
         "vae/diffusion_pytorch_model.safetensors",
     ]
     saved(tmp_path / "hub" / "transformer")
-    asked: list[str] = []
+    patterns: list[str] = []
 
     def download(hub_id: str, allow_patterns: list[str]) -> str:
-        asked.extend(allow_patterns)
+        patterns.extend(allow_patterns)
         return str(tmp_path / "hub")
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     assert pretrained_folder("somebody/something") == tmp_path / "hub" / "transformer"
-    assert list(filter_repo_objects(wanted + other, allow_patterns=asked)) == wanted
+    assert list(filter_repo_objects(expected + other, allow_patterns=patterns)) == expected
     # a repository that is a transformer, diffusers' or Wan's own
     top = ["config.json", "diffusion_pytorch_model.safetensors.index.json", "sparse_attention.json"]
     top += ["diffusion_pytorch_model-00001-of-00006.safetensors", "golden.safetensors"]
-    assert list(filter_repo_objects([*top, "models_t5_umt5-xxl-enc-bf16.pth"], allow_patterns=asked)) == top
+    assert list(filter_repo_objects([*top, "models_t5_umt5-xxl-enc-bf16.pth"], allow_patterns=patterns)) == top

@@ -30,21 +30,21 @@ def test_a_whole_data_set_and_one_with_damaged_bytes(command_line, tmp_path):
 def test_what_cannot_be_trained_on_is_listed_and_left_out(command_line, tmp_path):
     root = write_dataset(tmp_path / "shards")
     samples = LatentReader(root).index.samples
-    forged = next(forgery for forgery in forgeries() if forgery.name == "a NaN")
-    forge(root, "video-003", "latents", forged.payload)
-    lost = samples["image-023"].text.shard
-    (root / lost).unlink()
-    gone = {name for name, sample in samples.items() if sample.text.shard == lost}
+    nan_forgery = next(forgery for forgery in forgeries() if forgery.name == "a NaN")
+    forge(root, "video-003", "latents", nan_forgery.payload)
+    shard = samples["image-023"].text.shard
+    (root / shard).unlink()
+    missing = {name for name, sample in samples.items() if sample.text.shard == shard}
     arguments = ["check-data", str(root), "--drop-list", str(tmp_path / "drop.txt")]
     status, out, err = command_line(*arguments)
     assert status == 1
     # the shard and each sample
-    assert err == f"error: {1 + len(gone | {'video-003'})} problems with the data set in {root}\n"
-    assert f"shard {root / lost} is missing" in out
+    assert err == f"error: {1 + len(missing | {'video-003'})} problems with the data set in {root}\n"
+    assert f"shard {root / shard} is missing" in out
     assert f"train with data.drop={tmp_path / 'drop.txt'}" in out
-    listed = dict(line.split("\t") for line in (tmp_path / "drop.txt").read_text().splitlines()[1:])
-    assert listed.keys() == gone | {"video-003"}
-    assert listed["video-003"] == "nan in latents-C16x2x2x4-00000.tar"
+    reasons = dict(line.split("\t") for line in (tmp_path / "drop.txt").read_text().splitlines()[1:])
+    assert reasons.keys() == missing | {"video-003"}
+    assert reasons["video-003"] == "nan in latents-C16x2x2x4-00000.tar"
     data = LatentDataModule(
         root=str(root),
         drop=str(tmp_path / "drop.txt"),
@@ -54,7 +54,7 @@ def test_what_cannot_be_trained_on_is_listed_and_left_out(command_line, tmp_path
         val_fraction=0,
     )
     data.setup()
-    assert {name for ids in data.store.buckets["main"].values() for name in ids} == samples.keys() - listed.keys()
+    assert {name for ids in data.store.buckets["main"].values() for name in ids} == samples.keys() - reasons.keys()
 
 
 def test_statistics_that_are_not_those_of_the_latents_are_told(command_line, tmp_path):

@@ -46,10 +46,10 @@ def test_lists_problems(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert " has no caption: expected" in lines[19]
     assert lines[20] == "and 8 more"
     vsa_command("encode", str(spoilt), str(tmp_path / "out"), "--skip-bad", "--channels", "24", "--text-dim", "8")
-    printed = capsys.readouterr().out.splitlines()
-    assert sum(line.startswith("left out ") for line in printed) == 30
-    assert printed[-2] == f"2 samples in {tmp_path / 'out'}, 30 left out"
-    assert printed[-1] == (
+    output = capsys.readouterr().out.splitlines()
+    assert sum(line.startswith("left out ") for line in output) == 30
+    assert output[-2] == f"2 samples in {tmp_path / 'out'}, 30 left out"
+    assert output[-1] == (
         f"to train on them: vsa train data=folder data.root={tmp_path / 'out'} data.codec.channels=24 "
         "model.in_channels=24 model.out_channels=24 data.text_encoder.dim=8 model.text_dim=8"
     )
@@ -66,14 +66,14 @@ def test_encodes_with_a_wan_pipeline(tmp_path: Path, capsys: pytest.CaptureFixtu
         vsa_command("encode", *common, "--rank", rank, "--world-size", "2")
     assert "run the command once more without --rank" in capsys.readouterr().out
     vsa_command("encode", *common)
-    printed = capsys.readouterr().out
-    assert "left out 2.mp4: video" in printed
-    assert "2 samples in" in printed
-    assert printed.endswith(f"vsa train data=wan data.root={tmp_path / 's'} data.codec.source={folder}\n")
+    output = capsys.readouterr().out
+    assert "left out 2.mp4: video" in output
+    assert "2 samples in" in output
+    assert output.endswith(f"vsa train data=wan data.root={tmp_path / 's'} data.codec.source={folder}\n")
     # a trained codec is not measured
-    assert "dB" not in printed
+    assert "dB" not in output
     reader = LatentReader(tmp_path / "s")
-    assert f"latent mean by channel: {reader.index.latent_mean[0]:.4g} " in printed
+    assert f"latent mean by channel: {reader.index.latent_mean[0]:.4g} " in output
     assert {s.id: s.latent_shape for s in reader.index.samples.values()} == {"0": (16, 2, 2, 3), "1": (16, 3, 2, 3)}
     assert (reader.index.codec.id, reader.index.text_encoder.id) == ("wan-vae-4x8x8-c16", "umt5-32x512")
     assert reader.index.cond_channels == 20

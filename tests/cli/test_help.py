@@ -26,10 +26,10 @@ print([name for name in {HEAVY!r} if name in sys.modules][:1])
 
 
 def test_the_help_of_every_command_has_an_example_and_imports_nothing_heavy():
-    done = subprocess.run([sys.executable, "-c", SHOW], cwd=ROOT, capture_output=True, text=True, check=True)
-    *helps, loaded, control = done.stdout.splitlines()
+    result = subprocess.run([sys.executable, "-c", SHOW], cwd=ROOT, capture_output=True, text=True, check=True)
+    *helps, modules, control = result.stdout.splitlines()
     assert helps == [f"{command} True" for command in ("vsa", *COMMANDS)]
-    assert loaded == "[]"
+    assert modules == "[]"
     assert control == "['torch']"
 
 
@@ -55,12 +55,12 @@ def test_an_unknown_command_is_a_usage_error(command_line):
 
 
 def test_a_shell_completes_commands_and_their_options(command_line, monkeypatch):
-    def completed(*words: str) -> list[str]:
+    def completions(*words: str) -> list[str]:
         monkeypatch.setenv("_VSA_COMPLETE", "complete_bash")
         monkeypatch.setenv("COMP_WORDS", " ".join(("vsa", *words)))
         monkeypatch.setenv("COMP_CWORD", str(len(words)))
         return command_line("vsa")[1].split()
 
-    assert completed("sam") == ["sample"]
-    assert completed("sample", "--gui") == ["--guidance"]
-    assert completed("nothing") == []
+    assert completions("sam") == ["sample"]
+    assert completions("sample", "--gui") == ["--guidance"]
+    assert completions("nothing") == []

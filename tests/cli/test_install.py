@@ -31,8 +31,8 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def pip(*words: str | Path) -> None:
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", *map(str, words)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
 
 
 @pytest.mark.slow
@@ -57,9 +57,9 @@ def test_an_installation_trains_outside_of_the_repository(sources, tmp_path, tin
 
     def run(*words: str | Path) -> str:
         command = [str(word) for word in words]
-        done = subprocess.run(command, cwd=tmp_path, env=clean, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
+        result = subprocess.run(command, cwd=tmp_path, env=clean, capture_output=True, text=True)
+        assert result.returncode == 0, result.stderr
+        return result.stdout
 
     where = Path(run(python, "-c", "import vsa; print(vsa.__file__)").strip())
     assert where.is_relative_to(site if way == "wheel" else sources)

@@ -33,13 +33,13 @@ def test_sample_writes_clips_and_a_record_that_reproduces_them(tiny_run_dir: Pat
         assert (tuple(video.shape), fps) == ((16, 64, 64, 3), 8)
         # a GIF shows equal frames as one long frame
         assert read_video(out / clip["gif"])[0].shape[1:] == video.shape[1:]
-    wanted = {c[kind] for c in record["clips"] for kind in ("mp4", "gif")}
-    assert {p.name for p in out.iterdir()} == {*wanted, "samples.json", "contact_sheet.png", "attention.png"}
+    files = {c[kind] for c in record["clips"] for kind in ("mp4", "gif")}
+    assert {p.name for p in out.iterdir()} == {*files, "samples.json", "contact_sheet.png", "attention.png"}
 
     again = [str(record["checkpoint"]), *common, "--out", str(tmp_path / "again"), "--seed", str(record["seed"])]
     again += ["--shift", str(record["flow_shift"]), "--topk", str(record["topk"])]
     vsa_command("sample", *again)
-    for name in wanted:
+    for name in files:
         assert (tmp_path / "again" / name).read_bytes() == (out / name).read_bytes()
 
 
@@ -49,8 +49,8 @@ def test_sample_runs_a_distilled_run_at_its_step_list(write_tiny_run, tmp_path: 
     both = ["--prompt", "a red circle", "--prompt", "a blue square"]
     vsa_command("sample", *common, *both, "--attention")
     record = json.loads((run / "samples" / "samples.json").read_text())
-    named = ("steps", "step_list", "guidance", "flow_shift", "topk")
-    assert [record[name] for name in named] == [3, [1000, 757, 522], 1, 1, 2]
+    keys = ("steps", "step_list", "guidance", "flow_shift", "topk")
+    assert [record[name] for name in keys] == [3, [1000, 757, 522], 1, 1, 2]
     # the first clip alone is the same clip, but for rounding; with another seed or step list it is another
     other = write_tiny_run(tmp_path / "other", step_list=(1000.0, 600.0, 200.0))
 

@@ -93,8 +93,8 @@ class Wire:
             data = data.replace(self.flip, bytes([self.flip[0] ^ 1]) + self.flip[1:])
             self.flip = None
         if self.cut is not None:
-            kept, self.cut = data[: self.cut], None if self.cut < len(data) else self.cut - len(data)
-            return kept
+            part, self.cut = data[: self.cut], None if self.cut < len(data) else self.cut - len(data)
+            return part
         return data
 
 
@@ -165,7 +165,7 @@ def hub(folder: Path, patch: pytest.MonkeyPatch) -> Iterator[Cloud]:
     pytest.importorskip("huggingface_hub", reason="huggingface_hub is not installed: pip install huggingface_hub")
     patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     patch.setenv("NO_PROXY", "127.0.0.1,localhost")
-    allowed = True
+    is_open = True
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -177,7 +177,7 @@ def hub(folder: Path, patch: pytest.MonkeyPatch) -> Iterator[Cloud]:
                     self._fail(403)
                 else:
                     self._send((folder / name).read_bytes())
-            elif not allowed or self.headers["Authorization"] != f"Bearer {SECRET}":
+            elif not is_open or self.headers["Authorization"] != f"Bearer {SECRET}":
                 self._fail(401, message="Invalid credentials in Authorization header")
             elif "/owner/name" not in path:
                 self._fail(404, "RepoNotFound", "Repository not found")
@@ -217,8 +217,8 @@ def hub(folder: Path, patch: pytest.MonkeyPatch) -> Iterator[Cloud]:
             pass
 
     def refuse() -> None:
-        nonlocal allowed
-        allowed = False
+        nonlocal is_open
+        is_open = False
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server, ExitStack() as stack:
         threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()

@@ -21,13 +21,13 @@ def test_a_run_goes_on_past_a_killed_server(cloud, train, training, monkeypatch)
                 cloud.wire.stop()
                 threading.Timer(0.4, cloud.wire.start).start()
 
-    seen, asked = Seen(), cloud.wire.asked
-    train(cloud.url, "trainer.max_steps=14", "trainer.val_check_interval=7", callbacks=(seen, Outage()))
-    names = {name for ids in seen.ids.values() for name in ids}
+    callback, request_count = Seen(), cloud.wire.asked
+    train(cloud.url, "trainer.max_steps=14", "trainer.val_check_interval=7", callbacks=(callback, Outage()))
+    names = {name for ids in callback.ids.values() for name in ids}
     assert names == {name for name in all_ids(cloud.folder) if name < "video-040"}
     assert training.last().state["bad_samples"]["samples"] == {}
     assert float(training.metrics()[14]["val/loss"]) > 0
-    assert cloud.wire.asked > asked
+    assert cloud.wire.asked > request_count
 
 
 def test_what_cannot_be_read_ends_a_command_in_one_line(cloud, command_line, tmp_path):

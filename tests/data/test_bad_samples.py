@@ -41,7 +41,7 @@ def test_replacements_depend_on_nothing_but_the_plan(spoilt: Path, dataset: Path
     whole = batches(attach(module(spoilt, **options), steps=20))
     assert {(bad.id, bad.cause) for batch in whole for bad in batch.bad} == BAD
     good = batches(attach(module(dataset, **options), steps=20))
-    replaced = 0
+    replacements = 0
     for a, b in zip(whole, good, strict=True):
         slots = {bad.slot for bad in a.bad}
         assert not {bad for bad, _ in BAD} & {i for i, c in zip(a.sample_ids, a.captions, strict=True) if c}
@@ -52,8 +52,8 @@ def test_replacements_depend_on_nothing_but_the_plan(spoilt: Path, dataset: Path
             assert torch.equal(a.latents[slot], LatentReader(dataset).latent(a.sample_ids[slot]))
             if slot not in slots:
                 assert torch.equal(a.text[slot], b.text[slot])
-        replaced += len(slots)
-    assert 5 < replaced < 20
+        replacements += len(slots)
+    assert 5 < replacements < 20
     for world, accumulate, workers in ((2, 1, 0), (1, 2, 2), (2, 2, 0)):
         parts = [
             batches(
@@ -77,11 +77,11 @@ def test_replacements_depend_on_nothing_but_the_plan(spoilt: Path, dataset: Path
 def test_validation_passes_bad_samples_too(spoilt: Path) -> None:
     data = attach(module(spoilt, val_fraction=0.6), steps=1)
     first = list(data.val_dataloader())
-    held = {ref.id for refs in data._ready()[2].values() for ref in refs}
-    told = {(bad.id, bad.cause) for batch in first for bad in batch.bad}
-    assert told == {bad for bad in BAD if bad[0] in held} != set()
+    val_ids = {ref.id for refs in data._ready()[2].values() for ref in refs}
+    problems = {(bad.id, bad.cause) for batch in first for bad in batch.bad}
+    assert problems == {bad for bad in BAD if bad[0] in val_ids} != set()
     names = {name for batch in first for name in batch.sample_ids}
-    assert names <= held - {name for name, _ in told}
+    assert names <= val_ids - {name for name, _ in problems}
     assert_equal(first, list(data.val_dataloader()))
 
 
@@ -115,18 +115,18 @@ def test_a_drop_list_leaves_samples_out_and_is_told(spoilt: Path, tmp_path: Path
         data = attach(module(spoilt, val_fraction=0.0, drop=str(path)), steps=30)
     assert f"data.drop={path} leaves out 3 of 32 samples" in caplog.text
     assert data.plan_hash != module(spoilt, val_fraction=0.0).plan_hash
-    found = batches(data)
-    assert not any(batch.bad for batch in found)
-    assert not {name for name, _ in BAD} & {name for batch in found for name in batch.sample_ids}
+    train_batches = batches(data)
+    assert not any(batch.bad for batch in train_batches)
+    assert not {name for name, _ in BAD} & {name for batch in train_batches for name in batch.sample_ids}
     # a shard that holds nothing else may be gone
     index = LatentReader(spoilt).index
     shard = index.samples["image-024"].latent.shard
-    lost = {name for name, sample in index.samples.items() if sample.latent.shard == shard}
-    write_drop_list(path, dict.fromkeys(lost, "gone"), found_by="a test")
+    shard_ids = {name for name, sample in index.samples.items() if sample.latent.shard == shard}
+    write_drop_list(path, dict.fromkeys(shard_ids, "gone"), found_by="a test")
     (spoilt / shard).unlink()
     with pytest.raises(ValueError, match=f"{shard} is missing"):
         module(spoilt)
-    assert len(lost) == 9
+    assert len(shard_ids) == 9
     assert list(module(spoilt, drop=str(path)).store.buckets["main"]) == [(16, 2, 2, 4)]
 
 

@@ -22,20 +22,20 @@ buckets = st.builds(Bucket, sizes, sizes, st.sampled_from([1, 5, 9, 33, 61]))
 def test_the_choice_is_fillable_nearest_and_longest(
     buckets: list[Bucket], frames: int, height: int, width: int
 ) -> None:
-    found = choose_bucket(buckets, frames=frames, height=height, width=width)
+    choice = choose_bucket(buckets, frames=frames, height=height, width=width)
     fillable = [b for b in buckets if b.frames <= frames and (b.frames > 1) == (frames > 1)]
-    if found is None:
+    if choice is None:
         assert not fillable
         return
-    assert found in fillable
+    assert choice in fillable
 
     def distance(bucket: Bucket) -> float:
         return abs(math.log(bucket.height * width / (bucket.width * height)))
 
     for other in fillable:
-        assert distance(found) <= distance(other) + 1e-5
-        if abs(distance(other) - distance(found)) < 1e-9:
-            assert found.frames >= other.frames
+        assert distance(choice) <= distance(other) + 1e-5
+        if abs(distance(other) - distance(choice)) < 1e-9:
+            assert choice.frames >= other.frames
     assert choose_bucket(buckets[::-1], frames=frames, height=height, width=width) in fillable
 
 
@@ -56,9 +56,9 @@ def test_the_choice_is_fillable_nearest_and_longest(
 )
 def test_examples(frames: int, height: int, width: int, expected: str | None) -> None:
     names = ("448x832x61", "224x416x61", "448x832x5", "480x480x33", "512x512x1")
-    known = [Bucket.parse(name) for name in names if name != "448x832x5"]
-    found = choose_bucket(known, frames=frames, height=height, width=width)
-    assert (None if found is None else str(found)) == expected
+    options = [Bucket.parse(name) for name in names if name != "448x832x5"]
+    choice = choose_bucket(options, frames=frames, height=height, width=width)
+    assert (None if choice is None else str(choice)) == expected
 
 
 @pytest.mark.parametrize("text", ["", "448x832", "448x832x61x1", "448x0x61", "-448x832x61", "448 832 61", "448X832X61"])

@@ -103,9 +103,9 @@ def test_sizes_that_no_patch_divides() -> None:
     rules = ClipRules(buckets=tuple(map(Bucket.parse, ("200x200x8", "128x136x8", "128x128x8", "128x136x4"))))
     assert rules.untrainable(CODEC) == [(128, 136), (200, 200)]
     assert ClipRules().untrainable(CODEC) == []
-    for size, cropped in {(200, 248): (192, 240), (208, 16): (208, 16), (31, 17): (16, 16)}.items():
+    for size, cropped_size in {(200, 248): (192, 240), (208, 16): (208, 16), (31, 17): (16, 16)}.items():
         cut = ClipRules().plan(VIDEO, CODEC, frames=8, height=size[0], width=size[1])
-        assert (cut.scaled, cut.size) == (size, (8, *cropped))
+        assert (cut.scaled, cut.size) == (size, (8, *cropped_size))
     with pytest.raises(ValueError, match=r"video x\.mp4 has 15x80 pixels, expected at least a patch of 16x16"):
         ClipRules().plan(VIDEO, CODEC, frames=8, height=15, width=80)
 
@@ -157,13 +157,13 @@ def test_probing_tells_what_cutting_would(tmp_path: Path, monkeypatch: pytest.Mo
             return str(error)
         return None
 
-    refused = 0
+    refusals = 0
     for rules in (ClipRules(), ClipRules(frames=8), ClipRules(fps=4), ClipRules(fps=2), ClipRules(frames=1)):
         for path in sorted(tmp_path.iterdir()):
             expected = outcome(ClipRules.cut, rules, path)
             assert outcome(ClipRules.probe, rules, path) == expected
-            refused += expected is not None
-    assert 30 < refused < 50
+            refusals += expected is not None
+    assert 30 < refusals < 50
     # by their headers alone
     monkeypatch.setattr(ClipRules, "cut", lambda *_: pytest.fail("decoded"))
     ClipRules().probe(tmp_path / "8.mp4", CODEC)

@@ -44,15 +44,15 @@ def test_default_bands_are_block_averages() -> None:
     luma = pixels.mean(-1, keepdim=True)
     chroma = pixels - luma
 
-    def averaged(x: torch.Tensor, t: int) -> torch.Tensor:
+    def block_means(x: torch.Tensor, t: int) -> torch.Tensor:
         T, H, W, c = x.shape
         blocks = x.reshape(T // t, t, H // 4, 4, W // 4, 4, c).mean((1, 3, 5))
         return blocks.repeat_interleave(t, 0).repeat_interleave(4, 1).repeat_interleave(4, 2)
 
-    expected = ((averaged(luma, 2) + averaged(chroma, 4) + 1) * 127.5).clamp(0, 255)
+    expected = ((block_means(luma, 2) + block_means(chroma, 4) + 1) * 127.5).clamp(0, 255)
     difference = (codec.decode(codec.encode(video)).double() - expected).abs().max()
     assert difference <= 0.5 + 1e-3
-    wrong = ((averaged(luma, 4) + averaged(chroma, 4) + 1) * 127.5).clamp(0, 255)
+    wrong = ((block_means(luma, 4) + block_means(chroma, 4) + 1) * 127.5).clamp(0, 255)
     assert (codec.decode(codec.encode(video)).double() - wrong).abs().max() > 2
 
 
@@ -67,8 +67,8 @@ def test_image_is_a_still_clip() -> None:
     latents = codec.encode(image)
     assert latents.shape == (16, 1, 2, 1)
     torch.testing.assert_close(latents, codec.encode(image.repeat(4, 1, 1, 1)))
-    decoded = FULL.decode(FULL.encode(image))
-    assert torch.equal(decoded, image.repeat(4, 1, 1, 1))
+    reconstruction = FULL.decode(FULL.encode(image))
+    assert torch.equal(reconstruction, image.repeat(4, 1, 1, 1))
 
 
 def test_id_and_hash_name_the_bands() -> None:

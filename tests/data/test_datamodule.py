@@ -60,10 +60,10 @@ def assert_equal(a: list[VideoBatch], b: list[VideoBatch]) -> None:
 def test_batches_hold_what_the_shards_hold(dataset: Path) -> None:
     data = attach(module(dataset, caption_dropout=0.3), steps=30)
     reader = LatentReader(dataset)
-    found = batches(data)
-    assert len(found) == len(data.train_dataloader()) == 30
-    dropped = 0
-    for step, batch in enumerate(found):
+    train_batches = batches(data)
+    assert len(train_batches) == len(data.train_dataloader()) == 30
+    empty_captions = 0
+    for step, batch in enumerate(train_batches):
         assert batch.step == step
         assert batch.num_slots == 4
         assert batch.slots.tolist() == [0, 1, 2, 3]
@@ -79,8 +79,8 @@ def test_batches_hold_what_the_shards_hold(dataset: Path) -> None:
             assert torch.equal(batch.text[i, : len(tokens)], tokens)
             assert batch.text_mask[i].tolist() == [k < len(tokens) for k in range(5)]
             assert not batch.text[i, len(tokens) :].any()
-            dropped += batch.captions[i] == ""
-    assert 15 < dropped < 60
+            empty_captions += batch.captions[i] == ""
+    assert 15 < empty_captions < 60
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -179,42 +179,42 @@ def test_a_sample_that_is_twice_in_a_batch_is_drawn_twice(dataset: Path) -> None
 
 def test_training_and_validation_do_not_share_samples(dataset: Path) -> None:
     data = attach(module(dataset), steps=100)
-    trained = {name for batch in batches(data) for name in batch.sample_ids}
-    held = {name for batch in data.val_dataloader() for name in batch.sample_ids}
-    assert held
-    assert not trained & held
-    assert trained | held == set(LatentReader(dataset).index.samples)
+    train_names = {name for batch in batches(data) for name in batch.sample_ids}
+    val_names = {name for batch in data.val_dataloader() for name in batch.sample_ids}
+    assert val_names
+    assert not train_names & val_names
+    assert train_names | val_names == set(LatentReader(dataset).index.samples)
 
 
 def test_validation_set_is_fixed_padded_and_world_independent(dataset: Path) -> None:
     data = attach(module(dataset), steps=5)
-    found = list(data.val_dataloader())
-    assert_equal(found, list(attach(module(dataset), steps=99).val_dataloader()))
+    whole_set = list(data.val_dataloader())
+    assert_equal(whole_set, list(attach(module(dataset), steps=99).val_dataloader()))
     data.start_step = 3
-    assert_equal(found, list(data.val_dataloader()))
-    held = {n for n in LatentReader(dataset).index.samples if is_validation(n, 0.2)}
-    counts = Counter(name for batch in found for name in batch.sample_ids)
+    assert_equal(whole_set, list(data.val_dataloader()))
+    val_names = {n for n in LatentReader(dataset).index.samples if is_validation(n, 0.2)}
+    counts = Counter(name for batch in whole_set for name in batch.sample_ids)
     # none dropped; what fills the last batch of a bucket is used once more than the others
-    assert set(counts) == held
-    assert all(len(batch.sample_ids) == 4 for batch in found)
-    slots = torch.cat([batch.slots for batch in found])
-    assert slots.tolist() == list(range(4 * len(found)))
-    assert {batch.num_slots for batch in found} == {4 * len(found)}
-    seeds = torch.cat([batch.seeds for batch in found]).tolist()
+    assert set(counts) == val_names
+    assert all(len(batch.sample_ids) == 4 for batch in whole_set)
+    slots = torch.cat([batch.slots for batch in whole_set])
+    assert slots.tolist() == list(range(4 * len(whole_set)))
+    assert {batch.num_slots for batch in whole_set} == {4 * len(whole_set)}
+    seeds = torch.cat([batch.seeds for batch in whole_set]).tolist()
     assert len(set(seeds)) == len(seeds)
-    assert all("" not in batch.captions for batch in found)
+    assert all("" not in batch.captions for batch in whole_set)
     for world, accumulate in ((2, 1), (2, 2)):
         parts = [
             list(attach(module(dataset), steps=5, accumulate=accumulate, rank=r, world=world).val_dataloader())
             for r in range(world)
         ]
         order = [
-            parts[r][b * accumulate + m] for b in range(len(found)) for m in range(accumulate) for r in range(world)
+            parts[r][b * accumulate + m] for b in range(len(whole_set)) for m in range(accumulate) for r in range(world)
         ]
         assert torch.equal(torch.cat([piece.seeds for piece in order]), torch.tensor(seeds))
         assert torch.equal(torch.cat([piece.slots for piece in order]), slots)
-    limited = list(attach(module(dataset, val_batches=1), steps=5).val_dataloader())
-    assert len(limited) == len({tuple(batch.latents.shape) for batch in found})
+    short_set = list(attach(module(dataset, val_batches=1), steps=5).val_dataloader())
+    assert len(short_set) == len({tuple(batch.latents.shape) for batch in whole_set})
     assert attach(module(dataset, val_fraction=0.0), steps=5).val_dataloader() == []
 
 
@@ -222,7 +222,7 @@ def test_more_ranks_than_samples_pad_by_rule(tmp_path: Path, make_dataset) -> No
     """A bucket of 3 samples on 4 ranks: nobody waits, samples start over."""
     root = make_dataset(tmp_path, videos=3, images=0)
     ranks = [batches(attach(module(root, val_fraction=0.0), steps=6, rank=r, world=4)) for r in range(4)]
-    assert [len(found) for found in ranks] == [6] * 4
+    assert [len(rank_batches) for rank_batches in ranks] == [6] * 4
     names = [ranks[r][step].sample_ids[0] for step in range(6) for r in range(4)]
     assert Counter(names) == dict.fromkeys(LatentReader(root).index.samples, 8)
 
@@ -232,12 +232,12 @@ def test_several_sources_mix_by_weight_and_pool_their_statistics(tmp_path: Path,
     b = make_dataset(tmp_path / "b", videos=12, images=6, prefix="b-")
     sources = {"a": {"root": str(a), "weight": 3.0}, "b": {"root": str(b)}}
     data = attach(module(sources=sources), steps=1000)
-    found = [batch.sample_ids[0].startswith("b-") for batch in batches(data)]
-    assert abs(sum(found) / 1000 - 0.25) < 0.005
+    from_b = [batch.sample_ids[0].startswith("b-") for batch in batches(data)]
+    assert abs(sum(from_b) / 1000 - 0.25) < 0.005
     latents = [LatentReader(root).latent(n).flatten(1) for root in (a, b) for n in LatentReader(root).index.samples]
-    pooled = torch.cat(latents, 1)
-    torch.testing.assert_close(data.latent_mean, pooled.mean(1), atol=1e-5, rtol=0)
-    torch.testing.assert_close(data.latent_std, pooled.std(1, correction=0), atol=1e-5, rtol=0)
+    values = torch.cat(latents, 1)
+    torch.testing.assert_close(data.latent_mean, values.mean(1), atol=1e-5, rtol=0)
+    torch.testing.assert_close(data.latent_std, values.std(1, correction=0), atol=1e-5, rtol=0)
     phases = [{"from_step": 0, "weights": {"a": 1.0}}, {"from_step": 10, "weights": {"b": 1.0}}]
     data = attach(module(sources=sources, weight_phases=phases), steps=20)
     assert [batch.sample_ids[0].startswith("b-") for batch in batches(data)] == [False] * 10 + [True] * 10
@@ -300,15 +300,15 @@ def test_a_batch_beyond_the_data_is_told_and_reads_every_sample_once(
         f"shape {size / videos:.3g} to {size / images:.3g} times"
         for size in (25, 96)
     ]
-    read: list[str] = []
+    reads: list[str] = []
     latent = LatentReader.latent
-    monkeypatch.setattr(LatentReader, "latent", lambda self, name: read.append(name) or latent(self, name))
+    monkeypatch.setattr(LatentReader, "latent", lambda self, name: reads.append(name) or latent(self, name))
     for batch in data.train_dataloader():
-        assert sorted(read) == sorted(set(batch.sample_ids))
+        assert sorted(reads) == sorted(set(batch.sample_ids))
         assert len(batch.sample_ids) == 96
-        for name, stored in zip(batch.sample_ids, batch.latents, strict=True):
-            assert torch.equal(stored, latent(data.store._readers["main"], name))
-        read.clear()
+        for name, actual in zip(batch.sample_ids, batch.latents, strict=True):
+            assert torch.equal(actual, latent(data.store._readers["main"], name))
+        reads.clear()
 
 
 @pytest.mark.parametrize(
@@ -335,9 +335,9 @@ def test_toy_clips_are_rendered_and_encoded_once(tmp_path: Path) -> None:
     assert (tmp_path / "shards" / "index.json").read_bytes() == index
     batch = batches(attach(data, steps=1))[0]
     assert batch.latents.shape == (4, 16, 2, 4, 4)
-    for changed in (ToyClips(count=13, size=(8, 32, 32), seed=4), ToyClips(count=12, size=(8, 32, 48), seed=4)):
+    for toy in (ToyClips(count=13, size=(8, 32, 32), seed=4), ToyClips(count=12, size=(8, 32, 48), seed=4)):
         with pytest.raises(ValueError, match="holds 12 samples, not the"):
-            module(tmp_path / "shards", toy=changed, videos=options["videos"])
+            module(tmp_path / "shards", toy=toy, videos=options["videos"])
     # the same files through the path of a user's folder give the same shards
     encode_folder(tmp_path / "videos", tmp_path / "own", codec=HaarCodec(), text_encoder=ENCODER, progress=False)
     assert (tmp_path / "own" / "index.json").read_bytes() == index
@@ -350,8 +350,8 @@ def test_toy_online_needs_no_files_and_equals_the_clips() -> None:
     data.setup()
     attach(data, steps=8)
     codec = HaarCodec()
-    found = batches(data)
-    for batch in found:
+    train_batches = batches(data)
+    for batch in train_batches:
         for i, name in enumerate(batch.sample_ids):
             video, caption, _ = render_clip(4, int(name.split("-")[-1]), size=(8, 32, 32))
             assert torch.equal(batch.latents[i], codec.encode(video))
@@ -366,7 +366,7 @@ def test_toy_online_needs_no_files_and_equals_the_clips() -> None:
     late.setup()
     attach(late, steps=8)
     late.start_step = 5
-    assert_equal(batches(late), found[5:])
+    assert_equal(batches(late), train_batches[5:])
 
 
 def test_zeros_padding_is_the_same_text_without_a_mask(dataset: Path) -> None:
@@ -386,10 +386,10 @@ def test_statistics_of_the_data_or_of_the_codec(dataset: Path) -> None:
     class Published(HaarCodec):
         statistics = (torch.arange(16.0), torch.arange(16.0) + 1)
 
-    own, published = module(dataset, codec=Published()), module(dataset, codec=Published(), stats="codec")
+    own, from_codec = module(dataset, codec=Published()), module(dataset, codec=Published(), stats="codec")
     assert own.latent_mean.tolist() == pytest.approx(LatentReader(dataset).index.latent_mean, rel=1e-6)
-    assert published.latent_mean.tolist() == list(range(16))
-    assert published.latent_std.tolist() == list(range(1, 17))
+    assert from_codec.latent_mean.tolist() == list(range(16))
+    assert from_codec.latent_std.tolist() == list(range(1, 17))
     with pytest.raises(ValueError, match=r"stats=codec: codec haar-4x8x8-c16 has no published statistics"):
         module(dataset, stats="codec")
     with pytest.raises(ValueError, match="stats=vae: expected one of data, train, codec, got 'vae'"):
@@ -411,9 +411,9 @@ def test_image_conditions_come_with_the_batch(tmp_path: Path) -> None:
         assert torch.equal(batch.cond_latents[:, 0], -batch.latents[:, 0])
         assert batch.to("meta").cond_latents.device.type == "meta"  # pyright: ignore
     assert all(batch.cond_latents is None for batch in batches(attach(module(tmp_path / "b"), steps=2)))
-    for other, found in (("b", 0), ("c", 12)):
+    for other, cond_channels in (("b", 0), ("c", 12)):
         sources = {name: {"root": str(tmp_path / name)} for name in ("a", other)}
-        with pytest.raises(ValueError, match=rf"\(20 channels of image condition\) with .*{other} \({found}\)"):
+        with pytest.raises(ValueError, match=rf"\(20 channels of image condition\) with .*{other} \({cond_channels}\)"):
             module(sources=sources)
 
 
@@ -431,9 +431,9 @@ def test_statistics_of_images_beside_videos_are_pooled(tmp_path: Path) -> None:
                 writer.add(f"{name}{i}", latents, ["x"], {})
     sources = {name: {"root": str(tmp_path / name)} for name in ("stills", "films")}
     data = module(sources=sources, codec=HaarCodec(2), batch_size=2)
-    pooled = torch.cat(everything, 1)
-    torch.testing.assert_close(data.latent_mean.double(), pooled.mean(1), atol=1e-7, rtol=0)
-    torch.testing.assert_close(data.latent_std.double(), pooled.std(1, correction=0), atol=1e-7, rtol=0)
+    values = torch.cat(everything, 1)
+    torch.testing.assert_close(data.latent_mean.double(), values.mean(1), atol=1e-7, rtol=0)
+    torch.testing.assert_close(data.latent_std.double(), values.std(1, correction=0), atol=1e-7, rtol=0)
 
 
 def test_loaders_leave_the_global_generator_alone(dataset: Path) -> None:

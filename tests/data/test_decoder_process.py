@@ -77,8 +77,8 @@ def test_a_file_that_ends_its_decoder_is_left_out_and_the_others_are_not(videos:
         (videos / f"{name}.txt").write_text("a clip")
     with faulty_decoder(tmp_path / "faults"):
         report = encode(videos, tmp_path / "shards", skip_bad=True)
-    skipped = dict(report.skipped)
-    assert skipped.keys() == {f"{name}.mp4" for name in FAULTS}
+    reasons = dict(report.skipped)
+    assert reasons.keys() == {f"{name}.mp4" for name in FAULTS}
     assert report.samples == 4
     good, reader = LatentReader(tmp_path / "good"), LatentReader(tmp_path / "shards")
     assert all(torch.equal(good.latent(name), reader.latent(name)) for name in good.index.samples)
@@ -106,9 +106,9 @@ def test_what_is_decoded_ahead_is_what_is_asked_for(videos: Path, tmp_path: Path
                     decoder.read_video(videos / name, frames=frames)
             else:
                 expected, rate = video_files.read_video(videos / name, frames=frames)
-                video, found = decoder.read_video(videos / name, frames=frames)
+                video, actual_rate = decoder.read_video(videos / name, frames=frames)
                 assert torch.equal(video, expected)
-                assert rate == found
+                assert rate == actual_rate
 
 
 @pytest.mark.parametrize("name", ["abort", "grow"])

@@ -47,10 +47,10 @@ def test_folder_of_videos_and_images(videos: Path, tmp_path: Path) -> None:
     assert (report.samples, report.skipped) == (4, ())
     reader = LatentReader(tmp_path / "out")
     shapes = {sample.id: sample.latent_shape for sample in reader.index.samples.values()}
-    spaced = next(name for name in shapes if name.startswith("deep_a_b-"))
-    assert shapes == {"a": (16, 2, 4, 6), "b": (16, 2, 4, 6), spaced: (16, 2, 4, 6), "still": (16, 1, 4, 6)}
+    spaced_name = next(name for name in shapes if name.startswith("deep_a_b-"))
+    assert shapes == {"a": (16, 2, 4, 6), "b": (16, 2, 4, 6), spaced_name: (16, 2, 4, 6), "still": (16, 1, 4, 6)}
     captions = {s.id: [reader.text(s.id, k)[0] for k in range(s.captions)] for s in reader.index.samples.values()}
-    assert captions == {"a": ["one", "two"], "b": ["three"], spaced: ["four", "five"], "still": ["a grey picture"]}
+    assert captions == {"a": ["one", "two"], "b": ["three"], spaced_name: ["four", "five"], "still": ["a grey picture"]}
     # nine frames: the codec takes eight
     video, _ = read_video(videos / "a.mp4")
     assert torch.equal(reader.latent("a"), CODEC.encode(video[:8]).half().float())
@@ -230,8 +230,8 @@ def test_every_problem_is_told_at_once_and_left_out_by_name(spoilt: Path, tmp_pa
     assert all(reason in problems[name] for name, reason in expected.items())
     assert not (tmp_path / "out").exists()
     report = encode(spoilt, tmp_path / "out", skip_bad=True)
-    ignored = {"folder.mp4": "it is a folder", "link.mp4": "it is a link to a missing file"}
-    assert dict(report.skipped) == {**problems, **ignored}
+    skips = {"folder.mp4": "it is a folder", "link.mp4": "it is a link to a missing file"}
+    assert dict(report.skipped) == {**problems, **skips}
     assert list(LatentReader(tmp_path / "out").index.samples) == ["a", "b"]
 
 
@@ -291,25 +291,25 @@ def test_what_the_set_loses_is_told(tmp_path: Path) -> None:
     for name, size in {"even": (8, 32, 48), "odd": (8, 40, 48), "odder": (8, 40, 56), "tiny": (8, 16, 16)}.items():
         write_video(tmp_path / "v" / f"{name}.mp4", render_clip(0, 0, size=size)[0])
         (tmp_path / "v" / f"{name}.txt").write_text(name)
-    told: list[str] = []
-    encode(tmp_path / "v", tmp_path / "as-is", tell=told.append, samples_per_shard=1)
+    messages: list[str] = []
+    encode(tmp_path / "v", tmp_path / "as-is", tell=messages.append, samples_per_shard=1)
     shapes = {s.id: s.latent_shape[2:] for s in LatentReader(tmp_path / "as-is").index.samples.values()}
     assert shapes == {"even": (4, 6), "odd": (4, 6), "odder": (4, 6), "tiny": (2, 2)}
-    assert told[0].startswith("the codec haar-4x8x8-c16 rebuilds the clips at ")
-    assert told[-1] == (
+    assert messages[0].startswith("the codec haar-4x8x8-c16 rebuilds the clips at ")
+    assert messages[-1] == (
         "latents cropped to divide into the 2x2 patches of models: 1 from 5x6 to 4x6, 1 from 5x7 to 4x6; "
         "--size and --buckets choose other sizes"
     )
-    told.clear()
-    encode(tmp_path / "v", tmp_path / "sized", tell=told.append, size=(40, 48))
-    assert told[0] == (
+    messages.clear()
+    encode(tmp_path / "v", tmp_path / "sized", tell=messages.append, size=(40, 48))
+    assert messages[0] == (
         "clips of 40x48 give latents of 5x6, which do not divide into the 2x2 patches of models: choose multiples of "
         "16x16 with --size or --buckets"
     )
-    assert told[-1] == "enlarged, because the file has fewer pixels: 2, up to 3 times"
-    told.clear()
-    encode(tmp_path / "v", tmp_path / "fine", tell=told.append, size=(16, 16))
-    assert not [line for line in told if "dB" not in line]
+    assert messages[-1] == "enlarged, because the file has fewer pixels: 2, up to 3 times"
+    messages.clear()
+    encode(tmp_path / "v", tmp_path / "fine", tell=messages.append, size=(16, 16))
+    assert not [line for line in messages if "dB" not in line]
 
 
 def test_measuring_changes_nothing_that_is_stored(

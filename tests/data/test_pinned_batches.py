@@ -33,8 +33,8 @@ def test_batches_for_a_gpu_are_page_locked_with_the_noise_of_their_seeds(
 ) -> None:
     data = attach(module(dataset, num_workers=workers), steps=4, accumulate=2)
     data.noise_ahead = True
-    found = batches(data) + list(data.val_dataloader())
-    for batch in found:
+    all_batches = batches(data) + list(data.val_dataloader())
+    for batch in all_batches:
         assert set(tensors(batch)) == {"latents", "text", "text_mask", "noise"}
         assert all(value.is_pinned() for value in tensors(batch).values())
         assert not batch.seeds.is_pinned()
@@ -44,7 +44,7 @@ def test_batches_for_a_gpu_are_page_locked_with_the_noise_of_their_seeds(
     assert in_thread == {workers > 0}
     assert not pinning_threads()
     # pinned memory is not copied again, and a job that draws other noise gets none
-    assert all(value is value.pin_memory() for value in tensors(found[0]).values())
+    assert all(value is value.pin_memory() for value in tensors(all_batches[0]).values())
     data.noise_ahead = False
     assert all(batch.noise is None and batch.latents.is_pinned() for batch in batches(data))
 
@@ -78,8 +78,8 @@ def test_noise_follows_its_samples(dataset: Path, pretended_gpu: PretendedGPU) -
         value = getattr(whole, field.name)
         if isinstance(value, Tensor):
             assert torch.equal(torch.cat([getattr(part, field.name) for part in parts]), value), field.name
-    moved = whole.to("cpu")
-    assert moved.noise is whole.noise
+    on_cpu = whole.to("cpu")
+    assert on_cpu.noise is whole.noise
     with pytest.raises(ValueError, match=r"expected noise of shape \(3, .*got \(4, "):
         noise_like(parts[0].latents, parts[0].seeds, whole.noise)
 
@@ -90,8 +90,8 @@ def test_latents_that_are_rendered_later_have_noise_already(pretended_gpu: Prete
     for batch in batches(data):
         assert isinstance(batch.latents, SceneLatents)
         assert batch.text.is_pinned()
-        moved = batch.to("cpu")
-        assert torch.equal(moved.noise, noise_like(moved.latents, moved.seeds))
+        on_cpu = batch.to("cpu")
+        assert torch.equal(on_cpu.noise, noise_like(on_cpu.latents, on_cpu.seeds))
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -110,13 +110,13 @@ def test_page_locked_memory_that_runs_out_is_one_line(
         monkeypatch.setattr(vsa.data.batch, "draw_noise", fail)
         data = attach(module(dataset, num_workers=workers), steps=2)
         data.noise_ahead = True
-        loaded = iter(data.train_dataloader())
+        iterator = iter(data.train_dataloader())
         with pytest.raises((NoPinnedMemory, RuntimeError)) as caught:
-            next(loaded)
+            next(iterator)
         if workers:
             assert pinning_threads()
             # the errors keep the loader alive
-            loaded._shutdown_workers()
+            iterator._shutdown_workers()
             assert not pinning_threads()
         return caught.value
 
@@ -139,11 +139,11 @@ def test_a_pinned_batch_is_the_batch(dataset: Path, pretended_gpu: PretendedGPU)
     assert_equal(pinned, plain)
     for a, b in zip(pinned, plain, strict=True):
         rest = [f.name for f in fields(VideoBatch) if f.name not in ("noise", "noise_ahead")]
-        kept = replace(a, noise=None, noise_ahead=False)
+        without_noise = replace(a, noise=None, noise_ahead=False)
         assert all(
-            torch.equal(getattr(kept, name), getattr(b, name))
+            torch.equal(getattr(without_noise, name), getattr(b, name))
             if isinstance(getattr(b, name), Tensor)
-            else getattr(kept, name) == getattr(b, name)
+            else getattr(without_noise, name) == getattr(b, name)
             for name in rest
         )
 
@@ -160,9 +160,9 @@ def test_a_gpu_takes_the_batches_without_a_wait(dataset: Path, workers: int) -> 
         assert all(value.is_pinned() and value is value.pin_memory() for value in tensors(batch).values())
         torch.cuda.set_sync_debug_mode("error")
         try:
-            moved = batch.to("cuda")
-            noise = noise_like(moved.latents, moved.seeds, moved.noise)
+            on_gpu = batch.to("cuda")
+            noise = noise_like(on_gpu.latents, on_gpu.seeds, on_gpu.noise)
         finally:
             torch.cuda.set_sync_debug_mode("default")
-        assert torch.equal(moved.latents.cpu(), batch.latents)
+        assert torch.equal(on_gpu.latents.cpu(), batch.latents)
         assert torch.equal(noise.cpu(), noise_like(batch.latents, batch.seeds))

@@ -57,13 +57,13 @@ def test_permute_index_reaches_every_order_about_equally() -> None:
 def test_every_sample_once_per_epoch_of_its_bucket(sizes: list[int], batch_size: int, seed: int) -> None:
     buckets = {(16, t + 1, 8, 8): ids(f"s{t}-", size) for t, size in enumerate(sizes)}
     plan = DataPlan(sources={"one": Source(weight=1.0, buckets=buckets)}, batch_size=batch_size, seed=seed)
-    seen: dict[tuple, list[str]] = {shape: [] for shape in buckets}
+    names_by_shape: dict[tuple, list[str]] = {shape: [] for shape in buckets}
     for n in range(120):
         step = plan.step(n)
         assert len(step.refs) == batch_size
-        seen[step.bucket] += [ref.id for ref in step.refs]
+        names_by_shape[step.bucket] += [ref.id for ref in step.refs]
     orders = []
-    for shape, names in seen.items():
+    for shape, names in names_by_shape.items():
         size = len(buckets[shape])
         for start in range(0, len(names) - size + 1, size):
             epoch = names[start : start + size]
@@ -157,11 +157,11 @@ def test_hash_changes_with_everything_that_changes_the_order() -> None:
 
 def test_order_of_dicts_and_ids_changes_nothing() -> None:
     base = plan_of()
-    turned = {
+    reversed_sources = {
         name: Source(weight=s.weight, buckets={shape: s.buckets[shape][::-1] for shape in reversed(s.buckets)})
         for name, s in reversed(base.sources.items())
     }
-    other = plan_of(sources=turned)
+    other = plan_of(sources=reversed_sources)
     assert other.hash == base.hash
     assert [other.step(n) for n in range(50)] == [base.step(n) for n in range(50)]
 
@@ -188,12 +188,12 @@ GOLDEN_HASH = "7b0a3165ef61ce70"
 
 def test_validation_split_depends_on_the_id_alone() -> None:
     names = ids("clip-", 4000)
-    train, held = split_ids(names, 0.05)
-    assert set(train) | set(held) == set(names)
-    assert 150 < len(held) < 250
-    assert split_ids(names[::-1], 0.05)[1] == held[::-1]
+    train, val = split_ids(names, 0.05)
+    assert set(train) | set(val) == set(names)
+    assert 150 < len(val) < 250
+    assert split_ids(names[::-1], 0.05)[1] == val[::-1]
     # a larger share keeps what a smaller one held out
-    assert set(held) < set(split_ids(names, 0.2)[1])
+    assert set(val) < set(split_ids(names, 0.2)[1])
     assert not any(is_validation(name, 0.0) for name in names)
 
 

@@ -83,10 +83,10 @@ def test_a_straight_run_leaves_shards_and_an_index_only(straight: dict[str, byte
     for k, name in enumerate(reader.index.samples):
         assert reader.text(name, 0)[0] == f"clip number {int(name)}"
         assert reader.text(name, 1)[0] == "another caption", k
-    pooled = torch.cat(values, 1)
+    all_values = torch.cat(values, 1)
     mean, std = torch.tensor([reader.index.latent_mean, reader.index.latent_std], dtype=torch.float64)
-    expected = pooled.std(1, correction=0)
-    torch.testing.assert_close(mean, pooled.mean(1), atol=1e-10, rtol=0)
+    expected = all_values.std(1, correction=0)
+    torch.testing.assert_close(mean, all_values.mean(1), atol=1e-10, rtol=0)
     # clips that do not move leave the time bands constant
     torch.testing.assert_close(std, torch.where(expected > 1e-6, expected, 1.0), atol=1e-6, rtol=0)
     assert (std == 1).any()
@@ -102,11 +102,11 @@ def test_killed_and_repeated_equals_straight(
         assert encode_killed(videos, out, clip) == -signal.SIGKILL
         with pytest.raises(ValueError, match=r"no index\.json"):
             LatentReader(out)
-    encoded = []
+    calls = []
 
     class Counting(HaarCodec):
         def encode(self, video: torch.Tensor) -> torch.Tensor:
-            encoded.append(1)
+            calls.append(1)
             return super().encode(video)
 
     report = encode_folder(videos, out, **{**OPTIONS, "codec": Counting()})
@@ -114,7 +114,7 @@ def test_killed_and_repeated_equals_straight(
     assert files_of(out) == straight
     if killed_at == (9,):
         # finished parts were not encoded again
-        assert len(encoded) == 1
+        assert len(calls) == 1
 
 
 def test_an_exception_keeps_finished_parts(videos: Path, straight: dict[str, bytes], tmp_path: Path) -> None:
@@ -159,19 +159,19 @@ def test_joining_can_be_interrupted(
             encode_folder(videos, out, **OPTIONS, rank=rank, world_size=2)
         left = [moves]
 
-        def limited(source, target, left=left) -> None:
+        def replace_some(source, target, left=left) -> None:
             if left[0] == 0:
                 raise KeyboardInterrupt
             left[0] -= 1
             replace(source, target)
 
-        def interrupted(path) -> None:
+        def interrupt(path) -> None:
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patch:
-            patch.setattr(os, "replace", limited)
+            patch.setattr(os, "replace", replace_some)
             if moves < 0:
-                patch.setattr(parts.shutil, "rmtree", interrupted)
+                patch.setattr(parts.shutil, "rmtree", interrupt)
             with pytest.raises(KeyboardInterrupt):
                 parts.join_parts(out)
         if moves < 0:
@@ -244,20 +244,20 @@ def test_overwriting_goes_on_after_an_interruption(videos: Path, straight: dict[
 
     with pytest.raises(KeyboardInterrupt):
         encode_folder(videos, out, **{**OPTIONS, "codec": Failing()}, overwrite=True)
-    done = out / "parts" / "00000" / "done.json"
-    assert json.loads(done.read_text())["samples"] == 2
+    done_file = out / "parts" / "00000" / "done.json"
+    assert json.loads(done_file.read_text())["samples"] == 2
     # the old data set stands until there is a new one
     assert {name: content for name, content in files_of(out).items() if not name.startswith("parts")} == old
-    encoded = []
+    calls = []
 
     class Counting(HaarCodec):
         def encode(self, video: torch.Tensor) -> torch.Tensor:
-            encoded.append(1)
+            calls.append(1)
             return super().encode(video)
 
     encode_folder(videos, out, **{**OPTIONS, "codec": Counting()}, overwrite=True)
     assert files_of(out) == straight
-    assert len(encoded) == 7
+    assert len(calls) == 7
 
 
 def test_a_smaller_data_set_leaves_nothing_of_the_old_one(
@@ -279,22 +279,22 @@ def test_overwriting_removes_what_the_index_lists_and_nothing_else(
     encode_folder(videos, out, **OPTIONS, overwrite=True)
     assert files_of(out) == {**straight, "README.md": b"mine"}
 
-    def refused(written: str, named: str) -> None:
-        (out / written).parent.mkdir(parents=True, exist_ok=True)
-        (out / written).write_text("mine")
+    def expect_refusal(file: str, culprit: str) -> None:
+        (out / file).parent.mkdir(parents=True, exist_ok=True)
+        (out / file).write_text("mine")
         before = files_of(out)
-        with pytest.raises(ValueError, match=rf"out/{named} is not part of a data set in"):
+        with pytest.raises(ValueError, match=rf"out/{culprit} is not part of a data set in"):
             encode_folder(videos, out, **OPTIONS, overwrite=True)
         assert files_of(out) == before
-        (out / written).unlink()
+        (out / file).unlink()
 
     # shards of somebody else, and a folder of parts that is not ours
     for name in ("text-holiday.tar", "latents-00009.tar"):
-        refused(name, name)
+        expect_refusal(name, name)
     for name in ("parts/left.jpg", "parts/00000/photo.jpg", "parts/00000/text-00000.tar/a"):
-        refused(name, name)
+        expect_refusal(name, name)
         parts.shutil.rmtree(out / "parts")
-    refused("parts/holiday/a.jpg", "parts/holiday")
+    expect_refusal("parts/holiday/a.jpg", "parts/holiday")
     parts.shutil.rmtree(out / "parts")
     (out / "index.json").write_text('{"name": "a website"}')
     with pytest.raises(ValueError, match=r"index\.json: expected schema 1, got None.*, or remove that file"):
@@ -311,17 +311,17 @@ def test_an_interrupted_removal_leaves_no_data_set_and_goes_on(
 ) -> None:
     out = tmp_path / "out"
     encode_folder(videos, out, **{**OPTIONS, "samples_per_shard": 1})
-    unlink, removed = Path.unlink, []
+    unlink, removals = Path.unlink, []
 
-    def second_is_killed(path: Path, missing_ok: bool = False) -> None:
+    def kill_second(path: Path, missing_ok: bool = False) -> None:
         if path.parent == out:
-            removed.append(path)
-            if len(removed) == 2:
+            removals.append(path)
+            if len(removals) == 2:
                 raise KeyboardInterrupt
         unlink(path, missing_ok)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "unlink", second_is_killed)
+        patch.setattr(Path, "unlink", kill_second)
         with pytest.raises(KeyboardInterrupt):
             encode_folder(videos, out, **OPTIONS, overwrite=True)
     with pytest.raises(ValueError, match=r"index\.json"):

@@ -46,11 +46,11 @@ def test_round_trip(dataset: Path) -> None:
     values = []
     for i, sample in enumerate(reader.index.samples.values()):
         shape = (16, 2, 2, 4) if i < 23 else (16, 1, 4, 4)
-        written = torch.randn(shape, generator=generator)
+        original = torch.randn(shape, generator=generator)
         latent = reader.latent(sample.id)
         assert latent.dtype == torch.float32
         assert sample.latent_shape == shape
-        assert torch.equal(latent, written.half().float())
+        assert torch.equal(latent, original.half().float())
         values.append(latent.flatten(1))
         assert sample.captions == 1 + i % 3
         for k in range(sample.captions):
@@ -58,10 +58,10 @@ def test_round_trip(dataset: Path) -> None:
             assert caption == f"{'video' if i < 23 else 'image'} {i} caption {k}"
             assert torch.equal(tokens, ENCODER.encode(caption))
     assert torch.equal(reader.null_text, ENCODER.encode(""))
-    pooled = torch.cat(values, 1).double()
+    all_values = torch.cat(values, 1).double()
     mean, std = torch.tensor([reader.index.latent_mean, reader.index.latent_std], dtype=torch.float64)
-    torch.testing.assert_close(mean, pooled.mean(1), atol=1e-12, rtol=0)
-    torch.testing.assert_close(std, pooled.std(1, correction=0), atol=1e-12, rtol=0)
+    torch.testing.assert_close(mean, all_values.mean(1), atol=1e-12, rtol=0)
+    torch.testing.assert_close(std, all_values.std(1, correction=0), atol=1e-12, rtol=0)
     assert reader.index.codec.hash == HaarCodec().hash
     assert reader.index.text_encoder.hash == ENCODER.hash
     reader.verify()
@@ -104,8 +104,8 @@ def test_equal_samples_give_equal_files(dataset: Path, make_dataset, tmp_path: P
 @pytest.mark.parametrize(("dtype", "error"), [("float32", 0.0), ("bfloat16", 2**-8), ("float16", 2**-11)])
 def test_storage_types(tmp_path: Path, make_dataset, dtype: str, error: float) -> None:
     reader = LatentReader(make_dataset(tmp_path, dtype=dtype))
-    written = torch.randn((16, 2, 2, 4), generator=torch.Generator().manual_seed(1))
-    difference = (reader.latent("video-000") - written).abs() / written.abs()
+    original = torch.randn((16, 2, 2, 4), generator=torch.Generator().manual_seed(1))
+    difference = (reader.latent("video-000") - original).abs() / original.abs()
     assert difference.max() <= error
     assert error == 0 or difference.max() > error / 4
 
@@ -166,7 +166,7 @@ def test_every_flipped_bit_is_noticed(tmp_path: Path, make_dataset) -> None:
 
 
 def test_an_error_while_writing_leaves_no_data_set_and_no_litter(tmp_path: Path, make_dataset) -> None:
-    def interrupted() -> None:
+    def write_and_fail() -> None:
         writer = ShardWriter(tmp_path, codec=HaarCodec(1), text_encoder=ENCODER, samples_per_shard=2)
         with writer:
             for i in range(5):
@@ -174,7 +174,7 @@ def test_an_error_while_writing_leaves_no_data_set_and_no_litter(tmp_path: Path,
             raise RuntimeError("stop")
 
     with pytest.raises(RuntimeError, match="stop"):
-        interrupted()
+        write_and_fail()
     assert not list(tmp_path.glob(".tmp-*"))
     # finished shards are whole files
     assert sorted(p.name for p in tmp_path.iterdir()) == [
@@ -219,8 +219,8 @@ def test_a_killed_writer_leaves_nothing_that_looks_finished(tmp_path: Path, make
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     make_dataset(tmp_path)
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path), "7"], check=False)
-    assert done.returncode == -signal.SIGKILL
+    process = subprocess.run([sys.executable, "-c", code, str(tmp_path), "7"], check=False)
+    assert process.returncode == -signal.SIGKILL
     with pytest.raises(ValueError, match=r"no index\.json"):
         LatentReader(tmp_path)
     for path in tmp_path.glob("[!.]*.tar"):

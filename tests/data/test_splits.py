@@ -55,13 +55,13 @@ def sides(data) -> tuple[set[str], set[str]]:
     ],
 )
 def test_a_group_is_on_one_side(films: Path, options: dict, group) -> None:
-    train, held = sides(module(films, val_fraction=0.3, **options))
-    assert not {group(name) for name in train} & {group(name) for name in held}
-    assert len(train | held) == FILMS * CLIPS
-    assert 0 < len(held) < len(train)
+    train, val = sides(module(films, val_fraction=0.3, **options))
+    assert not {group(name) for name in train} & {group(name) for name in val}
+    assert len(train | val) == FILMS * CLIPS
+    assert 0 < len(val) < len(train)
     # the control: a split by sample tears films apart
-    torn = {film_of(name) for name in train} & {film_of(name) for name in held}
-    assert bool(torn) == (options.get("val_by") in (None, "file"))
+    shared_films = {film_of(name) for name in train} & {film_of(name) for name in val}
+    assert bool(shared_films) == (options.get("val_by") in (None, "file"))
 
 
 def test_samples_alone_are_split_as_ever(films: Path) -> None:
@@ -102,19 +102,19 @@ def test_splits_that_cannot_be_are_refused(films: Path, options: dict, message: 
 
 def test_statistics_leave_held_out_samples_out(films: Path) -> None:
     data = module(films, val_fraction=0.3, val_by="prefix", stats="train")
-    reader, (train, held) = LatentReader(films), sides(data)
+    reader, (train, val) = LatentReader(films), sides(data)
 
     def expected(names: set[str]) -> tuple[torch.Tensor, torch.Tensor]:
         flat = torch.cat([reader.latent(name).double().flatten(1) for name in sorted(names)], dim=1)
         return flat.mean(1).float(), flat.std(1, correction=0).float()
 
-    found = data.latent_mean, data.latent_std
-    for value, right, wrong in zip(found, expected(train), expected(train | held), strict=True):
+    actual = data.latent_mean, data.latent_std
+    for value, right, wrong in zip(actual, expected(train), expected(train | val), strict=True):
         torch.testing.assert_close(value, right, rtol=1e-5, atol=1e-5)
         # the control: means of films differ
         assert ((value - wrong).abs() > 0.01).all()
     whole = module(films, val_fraction=0.3, val_by="prefix")
-    torch.testing.assert_close(whole.latent_mean, expected(train | held)[0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(whole.latent_mean, expected(train | val)[0], rtol=1e-5, atol=1e-5)
 
 
 def test_a_data_set_of_an_earlier_version_names_what_it_lacks(films: Path, tmp_path: Path) -> None:

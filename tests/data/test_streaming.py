@@ -82,8 +82,8 @@ def test_two_ranks_with_two_workers_see_every_sample_once_an_epoch(folder):
         module = module_of(urls_of(server.url), num_workers=2)
         ranks = [list(stream_of(module, 40, rank=rank, world=2)) for rank in range(2)]
     for epoch in range(2):
-        seen = Counter(ids_of(batch for rank in ranks for batch in rank[20 * epoch : 20 * epoch + 20]))
-        assert seen == Counter(all_ids(folder)), epoch
+        counts = Counter(ids_of(batch for rank in ranks for batch in rank[20 * epoch : 20 * epoch + 20]))
+        assert counts == Counter(all_ids(folder)), epoch
         epochs.append(ids_of(batch for rank in ranks for batch in rank[20 * epoch : 20 * epoch + 20]))
     assert epochs[0] != epochs[1]
     # the control: the ranks of a run in which both believe to be the first one
@@ -107,8 +107,8 @@ def test_samples_are_those_of_the_folder(folder):
         for row, name in enumerate(batch.sample_ids):
             assert torch.equal(batch.latents[row], reader.latent(name))
             texts = [reader.text(name, k) for k in range(reader.index.samples[name].captions)]
-            (found,) = [text for caption, text in texts if caption == batch.captions[row]]
-            assert torch.equal(batch.text[row, : len(found)], found)
+            (tokens,) = [text for caption, text in texts if caption == batch.captions[row]]
+            assert torch.equal(batch.text[row, : len(tokens)], tokens)
     # the control: another sample has other latents
     first, second = batches[0].sample_ids[:2]
     assert not torch.equal(reader.latent(first), reader.latent(second))
@@ -123,9 +123,9 @@ def test_the_order_follows_the_seed(folder):
     # also the shards, and what the buffer does with them
     first = [module_of(urls_of(folder), seed=seed)._order.at(0)[0].id for seed in range(6)]
     assert len(set(first)) > 1
-    unmixed = ids_of(stream_of(module_of(urls_of(folder), seed=3), 20))
-    assert unmixed != order(seed=3)
-    assert unmixed[:10] == sorted(unmixed[:10])
+    plain_order = ids_of(stream_of(module_of(urls_of(folder), seed=3), 20))
+    assert plain_order != order(seed=3)
+    assert plain_order[:10] == sorted(plain_order[:10])
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -146,12 +146,12 @@ def test_after_a_cut_no_sample_is_left_out(folder, workers, cut):
     start = min(marks)
     assert start <= 2 * cut * 2 // 10
     for world in (1, 2, 3):
-        resumed = module_of(urls, num_workers=workers, shuffle_buffer=6, batch_size=6)
+        continuation = module_of(urls, num_workers=workers, shuffle_buffer=6, batch_size=6)
         after = set()
         for rank in range(world):
             after |= {
                 name
-                for batch in stream_of(resumed, 60, rank=rank, world=world, start=start)
+                for batch in stream_of(continuation, 60, rank=rank, world=world, start=start)
                 for name in batch.sample_ids
             }
         # shards before the boundary had been seen whole
@@ -170,10 +170,10 @@ def test_the_checkpoint_holds_the_boundary(folder, capsys):
     state = module.state_dict()
     # 112 samples are 11 shards and a part of one
     assert state["stream"] == {"epoch": 1, "shards": 3}
-    resumed = module_of(urls_of(folder))
-    resumed.load_state_dict({**state, "step": 28})
-    assert (resumed.start_step, resumed._first_shard) == (28, 11)
-    assert resumed.state_dict() == state
+    continuation = module_of(urls_of(folder))
+    continuation.load_state_dict({**state, "step": 28})
+    assert (continuation.start_step, continuation._first_shard) == (28, 11)
+    assert continuation.state_dict() == state
     for other in ({"seed": 1}, {"batch_size": 8}, {"urls": urls_of(folder, 1)}):
         with pytest.raises(ValueError, match="another data plan"):
             module_of(**{"urls": urls_of(folder), **other}).load_state_dict({**state, "step": 28})
@@ -215,10 +215,10 @@ def test_a_shard_that_is_gone_counts_as_bad_and_is_told_with_its_url(folder, cap
         batches = list(stream_of(module, 35))
         bad = [bad for batch in batches for bad in batch.bad]
         assert server.asked[name] == times
-    lost = {entry.id for entry in LatentReader(folder).index.samples.values() if entry.latent.shard == name}
-    assert {each.id for each in bad} == lost
-    assert len(bad) == len(lost) == 10
-    assert set(ids_of(batches)) == all_ids(folder) - lost
+    shard_ids = {entry.id for entry in LatentReader(folder).index.samples.values() if entry.latent.shard == name}
+    assert {each.id for each in bad} == shard_ids
+    assert len(bad) == len(shard_ids) == 10
+    assert set(ids_of(batches)) == all_ids(folder) - shard_ids
     assert f"{server.url}/{name} cannot be read: HTTP status {status}" in capsys.readouterr().out
 
 
@@ -274,16 +274,16 @@ def test_what_is_missing_at_the_start_is_named(folder, tmp_path):
     ],
 )
 def test_what_cannot_be_streamed_is_refused(folder, options, message):
-    def filled(value):
+    def fill(value):
         if isinstance(value, list):
-            return [filled(each) for each in value]
+            return [fill(each) for each in value]
         if not isinstance(value, str):
             return value
         return value.replace("{folder}", str(folder)).replace("{videos}", VIDEOS)
 
-    given = {name: filled(value) for name, value in options.items()}
+    settings = {name: fill(value) for name, value in options.items()}
     with pytest.raises(ValueError, match=message):
-        module_of(**{"urls": urls_of(folder), **given})
+        module_of(**{"urls": urls_of(folder), **settings})
 
 
 @pytest.mark.parametrize(
@@ -379,11 +379,11 @@ def test_a_flipped_bit_is_skipped_and_counted(own_folder):
 
 def test_dropped_samples_are_left_out(folder, tmp_path):
     drop = tmp_path / "drop.txt"
-    gone = {f"video-{i:03d}" for i in (*range(10, 20), 33)}
-    drop.write_text("".join(f"main/{name}\n" for name in sorted(gone)))
+    dropped_ids = {f"video-{i:03d}" for i in (*range(10, 20), 33)}
+    drop.write_text("".join(f"main/{name}\n" for name in sorted(dropped_ids)))
     module = module_of(urls_of(folder), drop=str(drop))
     assert len(module._order.shards) == SHARDS - 1
-    assert set(ids_of(stream_of(module, 40))) == all_ids(folder) - gone
+    assert set(ids_of(stream_of(module, 40))) == all_ids(folder) - dropped_ids
     assert module.plan_hash != module_of(urls_of(folder)).plan_hash
 
 
@@ -393,9 +393,9 @@ def test_validation_is_a_fixed_set_in_memory(folder):
 
     with serve(folder) as server:
         module = module_of(urls_of(server.url, 0, 6), val_urls=f"{server.url}/{VIDEOS}-00007.tar", val_batches=2)
-        asked = Counter(server.asked)
+        requests = Counter(server.asked)
         first, second = batches(module), batches(module)
-        assert server.asked == asked
+        assert server.asked == requests
     assert ids_of(first) == ids_of(second) == [f"video-{i:03d}" for i in range(70, 78)]
     assert all(torch.equal(a.seeds, b.seeds) for a, b in zip(first, second, strict=True))
     reader = LatentReader(folder)

@@ -78,9 +78,9 @@ def test_rendered_and_rebuilt_clips_are_told_and_shuffled_captions_are_not() -> 
     rebuilt = [(codec.decode(codec.encode(video)), shape) for video, shape in CLIPS]
     assert share_right(rebuilt) == 1
     # every clip with the captions of all others: a scorer that sees nothing gets no more
-    seen = Counter(measure_shape(video) for video, _ in rebuilt)
-    wanted = Counter(shape for _, shape in rebuilt)
-    assert sum(seen[shape] * wanted[shape] for shape in SHAPES) / len(CLIPS) ** 2 < 0.35
+    measured_counts = Counter(measure_shape(video) for video, _ in rebuilt)
+    true_counts = Counter(shape for _, shape in rebuilt)
+    assert sum(measured_counts[shape] * true_counts[shape] for shape in SHAPES) / len(CLIPS) ** 2 < 0.35
 
 
 def test_what_is_none_of_the_shapes_gets_no_name() -> None:

@@ -70,16 +70,16 @@ def test_scorer_sees_motion_and_colour_not_the_file() -> None:
         assert measure_clip(video.flip(0)) == (attributes.colour, opposite)
         still = video[:1].expand_as(video)
         assert measure_clip(still) == (attributes.colour, None)
-        turned = {"left": "up", "right": "down", "up": "left", "down": "right"}[attributes.direction]
-        assert measure_clip(video.transpose(1, 2)) == (attributes.colour, turned)
+        turned_direction = {"left": "up", "right": "down", "up": "left", "down": "right"}[attributes.direction]
+        assert measure_clip(video.transpose(1, 2)) == (attributes.colour, turned_direction)
 
 
 def test_scorer_survives_noise_and_fading() -> None:
     generator = torch.Generator().manual_seed(0)
     for video, _, attributes in CLIPS[:12]:
         noise = 12 * torch.randn(video.shape, generator=generator)
-        faded = (0.6 * video.float() + 20 + noise).clamp(0, 255).to(torch.uint8)
-        assert measure_clip(faded) == (attributes.colour, attributes.direction)
+        faint_video = (0.6 * video.float() + 20 + noise).clamp(0, 255).to(torch.uint8)
+        assert measure_clip(faint_video) == (attributes.colour, attributes.direction)
 
 
 def test_empty_pictures_score_nothing() -> None:
@@ -115,19 +115,19 @@ def test_captions_and_prompts() -> None:
 
 
 def test_evaluation_prompts_are_balanced() -> None:
-    parsed = [parse_prompt(prompt) for prompt in evaluation_prompts(96)]
-    pairs = Counter((p.colour, p.direction) for p in parsed)
+    attributes = [parse_prompt(prompt) for prompt in evaluation_prompts(96)]
+    pairs = Counter((p.colour, p.direction) for p in attributes)
     assert pairs == dict.fromkeys(((c, d) for c in COLOURS for d in DIRECTIONS), 4)
-    assert len({p.shape for p in parsed}) == 4
-    assert Counter(p.speed for p in parsed) == {"slowly": 48, "quickly": 48}
+    assert len({p.shape for p in attributes}) == 4
+    assert Counter(p.speed for p in attributes) == {"slowly": 48, "quickly": 48}
 
 
 def test_attributes_of_a_set_are_spread() -> None:
-    drawn = [clip_attributes(0, i) for i in range(960)]
+    attributes = [clip_attributes(0, i) for i in range(960)]
     for name, count in (("colour", 6), ("direction", 4), ("shape", 4), ("speed", 2)):
-        seen = Counter(getattr(a, name) for a in drawn)
-        assert len(seen) == count
-        assert min(seen.values()) > 0.7 * 960 / count
+        counts = Counter(getattr(a, name) for a in attributes)
+        assert len(counts) == count
+        assert min(counts.values()) > 0.7 * 960 / count
 
 
 def test_written_files_hold_the_clips_and_replace_an_older_set(tmp_path) -> None:
@@ -142,16 +142,16 @@ def test_written_files_hold_the_clips_and_replace_an_older_set(tmp_path) -> None
     lines = [json.loads(line) for line in (tmp_path / "captions.jsonl").read_text().splitlines()]
     for i, line in enumerate(lines):
         video, caption, _ = render_clip(1, i, size=(4, 32, 32))
-        stored, fps = read_video(tmp_path / line["video"])
+        actual, fps = read_video(tmp_path / line["video"])
         assert line["captions"][0] == caption
         assert fps == 8
-        assert (stored.float() - video.float()).abs().mean() < 4
+        assert (actual.float() - video.float()).abs().mean() < 4
 
 
 def test_files_of_others_stay(tmp_path: Path) -> None:
     clips = ToyClips(count=2, size=(4, 32, 32))
 
-    def refused(name: str) -> None:
+    def expect_refusal(name: str) -> None:
         before = {path: path.read_bytes() for path in tmp_path.iterdir()}
         with pytest.raises(ValueError, match=rf"cannot write toy clips to .*: {name} is not from an earlier call"):
             write_toy_videos(clips, tmp_path, progress=False)
@@ -160,15 +160,15 @@ def test_files_of_others_stay(tmp_path: Path) -> None:
     # a user's captions, a clip beside its text, a name like ours
     for name in ("captions.jsonl", "mine.mp4", "toy-0-000000.mp4"):
         (tmp_path / name).write_text("mine")
-        refused(name)
+        expect_refusal(name)
         (tmp_path / name).unlink()
     write_toy_videos(clips, tmp_path, progress=False)
     (tmp_path / "mine.txt").write_text("mine")
-    refused("mine.txt")
+    expect_refusal("mine.txt")
     (tmp_path / "mine.txt").unlink()
     own = (tmp_path / "captions.jsonl").read_bytes()
     (tmp_path / "captions.jsonl").write_bytes(own.replace(b"circle", b"disc").replace(b"square", b"box"))
-    refused("captions.jsonl")
+    expect_refusal("captions.jsonl")
     (tmp_path / "captions.jsonl").write_bytes(own)
     write_toy_videos(clips, tmp_path, progress=False)
     (tmp_path / "toy_clips.json").write_text("{}")
@@ -177,13 +177,13 @@ def test_files_of_others_stay(tmp_path: Path) -> None:
 
 
 def test_an_interrupted_set_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(path: Path, video: torch.Tensor, *, fps: float) -> None:
+    def interrupt(path: Path, video: torch.Tensor, *, fps: float) -> None:
         if path.name.endswith("1.mp4"):
             raise KeyboardInterrupt
         path.write_bytes(b"begun")
 
     with monkeypatch.context() as patch:
-        patch.setattr(toy_videos, "write_video", interrupted)
+        patch.setattr(toy_videos, "write_video", interrupt)
         with pytest.raises(KeyboardInterrupt):
             write_toy_videos(ToyClips(count=3, size=(4, 32, 32)), tmp_path, progress=False)
     # what a kill leaves

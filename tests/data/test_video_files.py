@@ -28,20 +28,20 @@ def frame_numbers(video: torch.Tensor) -> list[int]:
 def test_mp4_round_trip(tmp_path: Path, size: tuple[int, int, int]) -> None:
     video, _, _ = render_clip(0, 1, size=size)
     write_video(tmp_path / "a.mp4", video, fps=12)
-    stored, fps = read_video(tmp_path / "a.mp4")
+    actual, fps = read_video(tmp_path / "a.mp4")
     assert fps == 12
-    assert stored.shape == (size[0], size[1] + size[1] % 2, size[2] + size[2] % 2, 3)
-    assert (stored[:, : size[1], : size[2]].float() - video.float()).abs().mean() < 5
+    assert actual.shape == (size[0], size[1] + size[1] % 2, size[2] + size[2] % 2, 3)
+    assert (actual[:, : size[1], : size[2]].float() - video.float()).abs().mean() < 5
     assert [p.name for p in tmp_path.iterdir()] == ["a.mp4"]
 
 
 def test_gif_round_trip(tmp_path: Path) -> None:
     video, _, _ = render_clip(0, 2, size=(6, 32, 32))
     write_gif(tmp_path / "a.gif", video, fps=5)
-    stored, fps = read_video(tmp_path / "a.gif")
+    actual, fps = read_video(tmp_path / "a.gif")
     assert fps == 5
-    assert stored.shape == video.shape
-    assert (stored.float() - video.float()).abs().mean() < 8
+    assert actual.shape == video.shape
+    assert (actual.float() - video.float()).abs().mean() < 8
 
 
 @pytest.mark.parametrize(("stored", "wanted"), [(8, 4), (8, 16), (10, 4), (8, 8), (12, 5), (5, 12)])
@@ -110,19 +110,19 @@ def test_flipped_bits_never_crash_the_decoder(tmp_path: Path) -> None:
     write_video(tmp_path / "a.mp4", video)
     good = bytearray((tmp_path / "a.mp4").read_bytes())
     rng = np.random.default_rng(1)
-    refused = []
+    messages = []
     for _ in range(60):
         bad = bytearray(good)
         bad[int(rng.integers(len(bad)))] ^= 1 << int(rng.integers(8))
         (tmp_path / "b.mp4").write_bytes(bad)
         try:
-            decoded, _ = read_video(tmp_path / "b.mp4")
+            frames, _ = read_video(tmp_path / "b.mp4")
         except ValueError as error:
-            refused.append(str(error))
+            messages.append(str(error))
         else:
-            assert decoded.dim() == 4
-    assert all("b.mp4" in message and "\n" not in message for message in refused)
-    assert refused
+            assert frames.dim() == 4
+    assert all("b.mp4" in message and "\n" not in message for message in messages)
+    assert messages
 
 
 def test_limits_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

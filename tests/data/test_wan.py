@@ -55,8 +55,8 @@ def test_latents_are_the_mode_of_the_posterior(vae: WanVAE, frames: int) -> None
 def test_decoding_is_the_pipelines(vae: WanVAE) -> None:
     latents = torch.randn(16, 2, 3, 2, generator=torch.Generator().manual_seed(1))
     pipeline = make_pipeline()
-    decoded = pipeline.vae.decode(latents[None]).sample
-    expected = torch.from_numpy(pipeline.video_processor.postprocess_video(decoded, output_type="np")[0])
+    sample = pipeline.vae.decode(latents[None]).sample
+    expected = torch.from_numpy(pipeline.video_processor.postprocess_video(sample, output_type="np")[0])
     video = vae.decode(latents)
     assert video.shape == (5, 24, 16, 3)
     assert (video.float() - expected * 255).abs().max() <= 0.5 + 1e-3

@@ -17,9 +17,9 @@ def test_what_is_not_finite_is_left_out_where_it_is_asked_for():
 def test_elsewhere_it_is_seen():
     means = DecileMeans()
     means.add(VALUES, SIGMAS)
-    found = means.metrics("x")
-    assert math.isnan(found["x"])
-    assert found["x_decile_9"] == math.inf
+    metrics = means.metrics("x")
+    assert math.isnan(metrics["x"])
+    assert metrics["x_decile_9"] == math.inf
 
 
 def test_means_weigh_every_sample_alike_over_ranks_and_calls():

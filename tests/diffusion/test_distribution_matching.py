@@ -72,12 +72,12 @@ def by_hand(x0: Tensor, real: Tensor, fake: Tensor) -> Tensor:
 @settings(max_examples=40, deadline=None)
 def test_gradient_is_the_published_one_at_any_shape_and_scale(batch: int, size: int, scale: float, seed: int):
     x0, real, fake = (scale * randn(batch, 2, size, seed=3 * seed + i) for i in range(3))
-    got = dm.dmd_gradient(x0, real, fake)
-    torch.testing.assert_close(got.gradient, by_hand(x0, real, fake), atol=1e-12, rtol=1e-10)
-    torch.testing.assert_close(got.normalizer, (x0 - real).abs().mean((1, 2)))
-    torch.testing.assert_close(got.raw_norm, (fake - real).square().mean((1, 2)).sqrt())
+    actual = dm.dmd_gradient(x0, real, fake)
+    torch.testing.assert_close(actual.gradient, by_hand(x0, real, fake), atol=1e-12, rtol=1e-10)
+    torch.testing.assert_close(actual.normalizer, (x0 - real).abs().mean((1, 2)))
+    torch.testing.assert_close(actual.raw_norm, (fake - real).square().mean((1, 2)).sqrt())
     # control: the other score as reference is another gradient
-    assert (by_hand(x0, fake, real) - got.gradient).abs().max() > 1e-3
+    assert (by_hand(x0, fake, real) - actual.gradient).abs().max() > 1e-3
 
 
 def test_normalizer_is_per_sample_and_takes_the_scale_of_the_data_out():
@@ -102,10 +102,10 @@ def test_gradient_equals_the_weighted_difference_of_scores_of_the_paper():
     real_score, fake_score = (-(x_t + (1 - s) * v) / s for v in (real_v, fake_v))
     alpha = 1 - s
     weight = s**2 / alpha / (x0 - real_x0).abs().mean((1, 2, 3, 4), keepdim=True)
-    printed = weight * alpha * (fake_score - real_score)
-    # ours leaves out the alpha that stays in the printed one, as the authors' code does
-    torch.testing.assert_close(alpha * dm.dmd_gradient(x0, real_x0, fake_x0).gradient, printed)
-    assert (alpha * dm.dmd_gradient(x0, fake_x0, real_x0).gradient - printed).abs().max() > 0.1
+    paper_gradient = weight * alpha * (fake_score - real_score)
+    # ours leaves out the alpha that stays in the paper's, as the authors' code does
+    torch.testing.assert_close(alpha * dm.dmd_gradient(x0, real_x0, fake_x0).gradient, paper_gradient)
+    assert (alpha * dm.dmd_gradient(x0, fake_x0, real_x0).gradient - paper_gradient).abs().max() > 0.1
 
 
 def test_close_predictions_in_low_precision_keep_their_difference():
@@ -126,17 +126,17 @@ def test_non_finite_predictions_stay_in_the_gradient_of_their_sample():
     clean = dm.dmd_gradient(x0, real, fake).gradient
     broken_real, broken_fake = real.clone(), fake.clone()
     broken_real[1, 2], broken_fake[2, 0] = math.nan, math.inf
-    got = dm.dmd_gradient(x0, broken_real, broken_fake)
-    assert got.gradient[1].isnan().all()
-    assert got.gradient[2].isfinite().tolist() == [False, True, True, True]
-    assert got.raw_norm.isfinite().tolist() == [True, False, False]
-    torch.testing.assert_close(got.gradient[0], clean[0])
+    result = dm.dmd_gradient(x0, broken_real, broken_fake)
+    assert result.gradient[1].isnan().all()
+    assert result.gradient[2].isfinite().tolist() == [False, True, True, True]
+    assert result.raw_norm.isfinite().tolist() == [True, False, False]
+    torch.testing.assert_close(result.gradient[0], clean[0])
 
 
 def test_a_teacher_that_agrees_with_the_generator_gives_a_finite_gradient():
     x0, fake = randn(2, 4), randn(2, 4, seed=1)
-    got = dm.dmd_gradient(x0, x0, fake)
-    torch.testing.assert_close(got.gradient, (fake - x0) / dm.MIN_NORMALIZER)
+    actual = dm.dmd_gradient(x0, x0, fake)
+    torch.testing.assert_close(actual.gradient, (fake - x0) / dm.MIN_NORMALIZER)
     assert (dm.dmd_gradient(x0, x0, x0).gradient == 0).all()
 
 
@@ -165,9 +165,9 @@ def test_autograd_of_the_loss_is_the_gradient(dtype: torch.dtype):
 def test_gradient_has_no_graph_and_descent_moves_towards_the_teacher():
     x0 = randn(2, 6).requires_grad_()
     real, fake = randn(2, 6, seed=1).requires_grad_(), x0 * 1.0
-    got = dm.dmd_gradient(x0, real, fake)
-    assert not got.gradient.requires_grad
-    dm.dmd_loss(x0, got.gradient).sum().backward()
+    result = dm.dmd_gradient(x0, real, fake)
+    assert not result.gradient.requires_grad
+    dm.dmd_loss(x0, result.gradient).sum().backward()
     assert real.grad is None
     assert x0.grad is not None
     # with a critic that returns x0 the gradient points from the teacher to x0
@@ -240,12 +240,12 @@ def test_velocity_matching_teaches_the_student_only():
 def test_streams_of_seeds_are_distinct_and_reproducible():
     seeds = torch.tensor([0, 1, 2**40, 2**62 + 5])
     names = ("generator", "fake_score", "step 0", "step 1")
-    drawn = [ro.stream_seeds(seeds, name) for name in names]
-    assert len({int(s) for row in [seeds, *drawn] for s in row}) == 20
-    assert all((row >= 0).all() and row.dtype == torch.int64 for row in drawn)
-    for name, row in zip(names, drawn, strict=True):
+    streams = [ro.stream_seeds(seeds, name) for name in names]
+    assert len({int(s) for row in [seeds, *streams] for s in row}) == 20
+    assert all((row >= 0).all() and row.dtype == torch.int64 for row in streams)
+    for name, row in zip(names, streams, strict=True):
         assert torch.equal(ro.stream_seeds(seeds[2:], name), row[2:])
-    noise = torch.stack([noise_like(torch.empty(4, 4096), row) for row in drawn])
+    noise = torch.stack([noise_like(torch.empty(4, 4096), row) for row in streams])
     correlation = torch.corrcoef(noise.flatten(0, 1)) - torch.eye(16)
     # 120 pairs of 4096 draws: 5.5 standard deviations
     assert correlation.abs().max() < 5.5 / 64
@@ -275,9 +275,9 @@ def test_score_levels_stay_in_the_window(window: tuple[float, float], shift: flo
     assert (sigma <= high).all()
     # stratified: the i-th smallest lies in the i-th part of the unit interval, shifted and clamped
     edges = shift_sigma(torch.arange(slots + 1, dtype=torch.float64) / slots, shift).clamp(low, high)
-    ordered = sigma.sort().values
-    assert (ordered >= edges[:-1] - 1e-6).all()
-    assert (ordered <= edges[1:] + 1e-6).all()
+    sorted_sigma = sigma.sort().values
+    assert (sorted_sigma >= edges[:-1] - 1e-6).all()
+    assert (sorted_sigma <= edges[1:] + 1e-6).all()
 
 
 @pytest.mark.parametrize("shift", [1.0, 3.0, 8.0])
@@ -287,11 +287,11 @@ def test_score_levels_follow_the_published_distribution(shift: float):
 
     # integers 0..999, warped, clamped to 20..980
     t = torch.arange(1000, dtype=torch.float64) / 1000
-    published = (shift * t / (1 + (shift - 1) * t)).clamp(0.02, 0.98)
+    published_levels = (shift * t / (1 + (shift - 1) * t)).clamp(0.02, 0.98)
     sigma = draw("generator")
     # both stratified: a quantile differs by at most one stratum, whose largest width is the slope at 0
-    torch.testing.assert_close(sigma.sort().values, published, atol=1.1e-3 * shift, rtol=0)
-    assert (published - shift_sigma(t, shift + 1).clamp(0.02, 0.98)).abs().max() > 1.1e-3 * shift
+    torch.testing.assert_close(sigma.sort().values, published_levels, atol=1.1e-3 * shift, rtol=0)
+    assert (published_levels - shift_sigma(t, shift + 1).clamp(0.02, 0.98)).abs().max() > 1.1e-3 * shift
     assert torch.equal(draw("generator"), sigma)
     for other in (draw("fake_score"), draw("generator", 8), draw("generator", 7, 2)):
         assert abs(float(torch.corrcoef(torch.stack([other, sigma]))[0, 1])) < 0.2
@@ -307,10 +307,10 @@ def test_rollout_index_is_uniform_reproducible_and_independent_between_updates()
     }
     # 4.5 standard deviations of a binomial
     slack = 4.5 * math.sqrt(count * (1 / 3) * (2 / 3))
-    for drawn in draws.values():
-        assert (drawn.bincount(minlength=n) - count / n).abs().max() < slack
+    for indices in draws.values():
+        assert (indices.bincount(minlength=n) - count / n).abs().max() < slack
         # neighbours are independent too
-        pairs = (n * drawn[:-1] + drawn[1:]).bincount(minlength=9)
+        pairs = (n * indices[:-1] + indices[1:]).bincount(minlength=9)
         assert (pairs - count / 9).abs().max() < 4.5 * math.sqrt(count / 9)
     together = (n * draws["generator"] + draws["fake_score"]).bincount(minlength=9)
     assert (together - count / 9).abs().max() < 4.5 * math.sqrt(count / 9)
@@ -330,13 +330,13 @@ def test_rollout_index_is_uniform_reproducible_and_independent_between_updates()
 @settings(max_examples=60, deadline=None)
 def test_any_falling_list_warps_to_a_falling_list(steps: list[int], shift: float):
     assert ro.step_list(steps) == tuple(float(t) for t in steps)
-    warped = ro.step_list(steps, shift)
-    assert all(0 < t <= 1000 for t in warped)
-    assert all(a > b for a, b in pairwise(warped))
-    for t, w in zip(steps, warped, strict=True):
+    warped_steps = ro.step_list(steps, shift)
+    assert all(0 < t <= 1000 for t in warped_steps)
+    assert all(a > b for a, b in pairwise(warped_steps))
+    for t, w in zip(steps, warped_steps, strict=True):
         assert w == pytest.approx(1000 * shift * t / (1000 + (shift - 1) * t))
     # warping its own result is warping once by the product
-    assert ro.step_list(warped, 2.0) == pytest.approx(ro.step_list(steps, 2 * shift))
+    assert ro.step_list(warped_steps, 2.0) == pytest.approx(ro.step_list(steps, 2 * shift))
 
 
 def test_known_lists():
@@ -363,11 +363,11 @@ def unrolled(latents: Tensor, seeds: Tensor, index: int) -> Tensor:
 @pytest.mark.parametrize("index", [0, 1, 2])
 def test_simulated_rollout_is_the_written_out_one(index: int):
     latents = torch.empty(SHAPE, dtype=torch.float64)
-    got = ro.rollout(field, latents, SEEDS, STEPS, index)
-    torch.testing.assert_close(got, unrolled(latents, SEEDS, index), atol=1e-6, rtol=0)
+    actual = ro.rollout(field, latents, SEEDS, STEPS, index)
+    torch.testing.assert_close(actual, unrolled(latents, SEEDS, index), atol=1e-6, rtol=0)
     # controls: another step, another seed
-    assert (unrolled(latents, SEEDS, (index + 1) % 3) - got).abs().max() > 1e-2
-    assert (unrolled(latents, SEEDS + 1, index) - got).abs().max() > 1e-2
+    assert (unrolled(latents, SEEDS, (index + 1) % 3) - actual).abs().max() > 1e-2
+    assert (unrolled(latents, SEEDS + 1, index) - actual).abs().max() > 1e-2
 
 
 def test_every_step_of_a_rollout_has_its_own_noise():
@@ -385,7 +385,7 @@ def test_a_run_starts_from_the_noise_of_its_seeds():
 @pytest.mark.parametrize("steps", [STEPS[:1], STEPS[:2], STEPS])
 @pytest.mark.parametrize("gradients", [True, False])
 def test_last_index_is_the_few_step_sampler_bit_for_bit_in_any_batch(steps: tuple[float, ...], gradients: bool):
-    def sampled(size: int, *, stream: int) -> Tensor:
+    def samples(size: int, *, stream: int) -> Tensor:
         parts = zip(torch.empty(SHAPE).split(size), SEEDS.split(size), strict=True)
         # fresh noise of another step is the control
         clips = (
@@ -397,11 +397,11 @@ def test_last_index_is_the_few_step_sampler_bit_for_bit_in_any_batch(steps: tupl
         return torch.cat(list(clips))
 
     with torch.set_grad_enabled(gradients):
-        trained = ro.rollout(field, torch.empty(SHAPE), SEEDS, ro.step_list(steps), len(steps) - 1)
+        rollout = ro.rollout(field, torch.empty(SHAPE), SEEDS, ro.step_list(steps), len(steps) - 1)
     for size in (1, 2, 3):
-        assert torch.equal(trained, sampled(size, stream=0))
+        assert torch.equal(rollout, samples(size, stream=0))
     if len(steps) > 1:
-        assert (trained - sampled(3, stream=1)).abs().max() > 1e-2
+        assert (rollout - samples(3, stream=1)).abs().max() > 1e-2
 
 
 def test_a_sample_is_rolled_out_the_same_in_any_batch_and_dtype():
@@ -421,15 +421,15 @@ def test_data_latent_rollout_is_one_forward_from_noised_data():
     latents = randn(*SHAPE, seed=4)
     calls: list[Tensor] = []
 
-    def counted(x: Tensor, timestep: Tensor) -> Tensor:
+    def counting_field(x: Tensor, timestep: Tensor) -> Tensor:
         calls.append(timestep)
         return field(x, timestep)
 
     for index, t in enumerate(STEPS):
         x_t = (1 - t / 1000) * latents + t / 1000 * ro.rollout_noise(latents, SEEDS, index)
-        got = ro.rollout(counted, latents, SEEDS, STEPS, index, "data_latent")
+        actual = ro.rollout(counting_field, latents, SEEDS, STEPS, index, "data_latent")
         expected = x_t - t / 1000 * field(x_t, torch.full((3,), t))
-        torch.testing.assert_close(got, expected, atol=1e-6, rtol=0)
+        torch.testing.assert_close(actual, expected, atol=1e-6, rtol=0)
     assert [c.tolist() for c in calls] == [[1000.0] * 3, [757.0] * 3, [522.0] * 3]
     # control: simulation does not look at the data, except where both start from pure noise
     apart = (
@@ -443,12 +443,12 @@ def test_only_the_last_forward_of_a_rollout_has_a_graph(source):
     scale = torch.ones((), dtype=torch.float64, requires_grad=True)
     modes: list[bool] = []
 
-    def scaled(x: Tensor, timestep: Tensor) -> Tensor:
+    def scaled_field(x: Tensor, timestep: Tensor) -> Tensor:
         modes.append(torch.is_grad_enabled())
         return scale * field(x, timestep)
 
     latents = randn(*SHAPE, seed=4)
-    out = ro.rollout(scaled, latents, SEEDS, STEPS, 2, source)
+    out = ro.rollout(scaled_field, latents, SEEDS, STEPS, 2, source)
     assert modes == ([False, False, True] if source == "simulate" else [True])
     out.sum().backward()
     assert scale.grad is not None
@@ -462,7 +462,7 @@ def test_only_the_last_forward_of_a_rollout_has_a_graph(source):
     expected = -0.522 * field(x_t, torch.full((3,), 522.0)).sum()
     torch.testing.assert_close(scale.grad, expected, atol=1e-5, rtol=0)
     with torch.no_grad():
-        assert not ro.rollout(scaled, latents, SEEDS, STEPS, 2, source).requires_grad
+        assert not ro.rollout(scaled_field, latents, SEEDS, STEPS, 2, source).requires_grad
     if source == "simulate":
         # control: the gradient through all steps is another one
         whole = torch.ones((), dtype=torch.float64, requires_grad=True)
@@ -482,8 +482,8 @@ ONE, TWO = torch.zeros(2, 1), torch.zeros(2, 2)
 
 
 def levels(**changed: float | str) -> Tensor:
-    given_ = {"seed": 0, "iteration": 0, "num_slots": 2, "update": "generator", **changed}
-    return dm.score_sigmas(**given_)  # type: ignore[arg-type]
+    arguments = {"seed": 0, "iteration": 0, "num_slots": 2, "update": "generator", **changed}
+    return dm.score_sigmas(**arguments)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -41,9 +41,9 @@ class Teacher:
         weights, means = (torch.tensor(v, dtype=x_t.dtype) for v in (WEIGHTS, MEANS))
         means, variance = self.scale * means, (self.scale * STD) ** 2
         total = (1 - s) ** 2 * variance + s**2
-        centred = x_t - (1 - s) * means
-        posterior = (weights.log() - centred**2 / (2 * total)).softmax(-1)
-        x0 = (posterior * (means + (1 - s) * variance * centred / total)).sum(-1, keepdim=True)
+        deviation = x_t - (1 - s) * means
+        posterior = (weights.log() - deviation**2 / (2 * total)).softmax(-1)
+        x0 = (posterior * (means + (1 - s) * variance * deviation / total)).sum(-1, keepdim=True)
         return (x_t - x0) / s
 
 
@@ -187,8 +187,8 @@ def misses(points: Tensor) -> list[str]:
 
 def test_bounds_accept_the_mixture_and_refuse_what_is_near_it():
     real = quantiles(WEIGHTS, MEANS, STD)
-    drawn = real[torch.randint(len(real), real.shape, generator=torch.Generator().manual_seed(0))].sort().values
-    assert misses(real) == misses(drawn) == []
+    draws = real[torch.randint(len(real), real.shape, generator=torch.Generator().manual_seed(0))].sort().values
+    assert misses(real) == misses(draws) == []
     gaussian = quantiles(WEIGHTS, (0.0, 0.0), 1.0) * real.std() + real.mean()
     assert {m.rsplit(" ", 1)[0] for m in misses(gaussian)} == {"distance", "left mode"}
     assert {m.rsplit(" ", 1)[0] for m in misses(quantiles((0.5, 0.5), MEANS, STD))} == {"distance", "weight"}

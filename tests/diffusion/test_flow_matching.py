@@ -62,10 +62,10 @@ def test_add_noise_refuses_a_wrong_number_of_levels():
 def test_shifts_compose_keep_the_ends_and_the_order(a: float, b: float):
     sigma = torch.linspace(0, 1, 33, dtype=torch.float64)
     torch.testing.assert_close(shift_sigma(shift_sigma(sigma, a), b), shift_sigma(sigma, a * b))
-    shifted = shift_sigma(sigma, a)
-    assert shifted[0] == 0
-    assert shifted[-1] == pytest.approx(1, abs=1e-12)
-    assert (shifted.diff() > 0).all()
+    shifted_sigma = shift_sigma(sigma, a)
+    assert shifted_sigma[0] == 0
+    assert shifted_sigma[-1] == pytest.approx(1, abs=1e-12)
+    assert (shifted_sigma.diff() > 0).all()
 
 
 @given(st.floats(1e-3, 1e3))

@@ -62,18 +62,18 @@ def drawn(noise: Tensor, seed: int) -> Callable[[int], Tensor]:
 
 
 def test_fresh_noise_is_asked_for_once_before_each_step_but_the_first():
-    asked: list[tuple[int, int]] = []
-    seen: list[int] = []
+    requests: list[tuple[int, int]] = []
+    steps: list[int] = []
 
     def fresh(i: int) -> Tensor:
-        asked.append((i, len(seen)))
+        requests.append((i, len(steps)))
         # another dtype than the state
         return torch.full((2, 3), float(i), dtype=torch.float64)
 
     noise = torch.randn(2, 3).bfloat16()
-    out = sample_few_step(field, noise, (900, 600, 300), fresh=fresh, on_step=lambda i, x0: seen.append(i))
-    assert asked == [(1, 1), (2, 2)]
-    assert seen == [0, 1, 2]
+    out = sample_few_step(field, noise, (900, 600, 300), fresh=fresh, on_step=lambda i, x0: steps.append(i))
+    assert requests == [(1, 1), (2, 2)]
+    assert steps == [0, 1, 2]
     assert out.dtype == torch.float32
     # written out in float64
     x = noise.double()
@@ -82,8 +82,8 @@ def test_fresh_noise_is_asked_for_once_before_each_step_but_the_first():
     expected = x - 0.3 * field(x, torch.full((2,), 300.0))
     torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
     # control: the noise of a step in the place of another
-    swapped = sample_few_step(field, noise, (900, 600, 300), fresh=lambda i: fresh(3 - i))
-    assert (swapped - out).abs().max() > 1e-2
+    control = sample_few_step(field, noise, (900, 600, 300), fresh=lambda i: fresh(3 - i))
+    assert (control - out).abs().max() > 1e-2
 
 
 MEAN, STD = 1.5, 0.4
@@ -93,8 +93,8 @@ def gaussian_velocity(x: Tensor, timestep: Tensor) -> Tensor:
     """E[noise - x0 | x_t] for data N(MEAN, STD^2): both are linear in x_t."""
     s = (timestep / 1000).view(-1, *[1] * (x.ndim - 1)).to(x.dtype)
     variance = (1 - s) ** 2 * STD**2 + s**2
-    centred = (x - (1 - s) * MEAN) / variance
-    return s * centred - (MEAN + (1 - s) * STD**2 * centred)
+    deviation = (x - (1 - s) * MEAN) / variance
+    return s * deviation - (MEAN + (1 - s) * STD**2 * deviation)
 
 
 @given(st.floats(1e-3, 1e3))
@@ -154,7 +154,7 @@ def test_euler_can_stop_halfway_and_go_on():
 
 
 def test_steps_are_reported_and_the_state_is_fp32():
-    seen: list[tuple[int, Tensor]] = []
+    reports: list[tuple[int, Tensor]] = []
 
     def bf16_field(x: Tensor, timestep: Tensor) -> Tensor:
         assert x.dtype == torch.float32
@@ -162,9 +162,9 @@ def test_steps_are_reported_and_the_state_is_fp32():
         assert timestep.shape == (2,)
         return field(x, timestep).bfloat16()
 
-    out = sample_euler(bf16_field, torch.randn(2, 3).bfloat16(), euler_sigmas(5), lambda i, x: seen.append((i, x)))
-    assert [i for i, _ in seen] == [0, 1, 2, 3, 4]
-    assert torch.equal(seen[-1][1], out)
+    out = sample_euler(bf16_field, torch.randn(2, 3).bfloat16(), euler_sigmas(5), lambda i, x: reports.append((i, x)))
+    assert [i for i, _ in reports] == [0, 1, 2, 3, 4]
+    assert torch.equal(reports[-1][1], out)
     assert out.dtype == torch.float32
 
 

@@ -45,19 +45,19 @@ class Command:
 def commands_of(script: str, page: str) -> list[Command]:
     """The commands of a shell script: joined lines, without comments, chains and pipes taken apart."""
     variables: dict[str, str] = {}
-    found = []
+    listing = []
     for line in script.replace("\\\n", " ").splitlines():
         # a variable of the reader's own shell stays as it is
-        filled = re.sub(r"\$\{?(\w+)\}?", lambda m, known=dict(variables): known.get(m[1], m[0]), line)
+        expanded_line = re.sub(r"\$\{?(\w+)\}?", lambda m, values=dict(variables): values.get(m[1], m[0]), line)
         # text in single quotes is nobody's variable
-        words = shlex.split(line if "'" in line and "${" in line else filled, comments=True)
+        words = shlex.split(line if "'" in line and "${" in line else expanded_line, comments=True)
         for part in _parts(words):
             while part and ASSIGNMENT.fullmatch(part[0]):
                 name, _, value = part.pop(0).partition("=")
                 variables |= {} if part else {name: value}
             if part:
-                found.append(Command(tuple(part), page))
-    return found
+                listing.append(Command(tuple(part), page))
+    return listing
 
 
 def _parts(words: list[str]) -> list[list[str]]:
@@ -85,7 +85,7 @@ def header_commands(path: Path) -> list[Command]:
 def commands() -> tuple[Command, ...]:
     """Every command of the pages' bash blocks and of the experiments' heads, and `vsa train` and `vsa sweep` inside
     sentences; each once."""
-    found: dict[tuple[str, ...], Command] = {}
+    by_words: dict[tuple[str, ...], Command] = {}
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
         name = str(page.relative_to(ROOT))
@@ -93,11 +93,11 @@ def commands() -> tuple[Command, ...]:
         # what a sentence leaves out (`vsa train ... key=value`) is left out here too
         inline = [c.replace(" ...", "") for c in re.findall(r"`(vsa (?:train|sweep) [^`]+)`", FENCE.sub("", text))]
         for command in commands_of("\n".join([script, *inline]), name):
-            found.setdefault(command.words, command)
+            by_words.setdefault(command.words, command)
     for path in EXPERIMENTS:
         for command in header_commands(path):
-            found.setdefault(command.words, command)
-    return tuple(found.values())
+            by_words.setdefault(command.words, command)
+    return tuple(by_words.values())
 
 
 def prose(page: Path) -> str:

@@ -139,10 +139,10 @@ def test_trainings_compose_and_fit_the_ranks_they_start(command):
 def test_sweeps_have_points_that_compose(command):
     name, *words = command.words[2:]
     overrides = settings_of(words)
-    varied = overrides != [word for word in words if not word.startswith("hydra")]
+    has_overrides = overrides != [word for word in words if not word.startswith("hydra")]
     cfg = composed(f"sweep={name}", *overrides)
     points = variants_of(Sweep(**{"name": name, **OmegaConf.to_container(cfg.sweep)}), {})
-    assert len(points) > 1 or varied
+    assert len(points) > 1 or has_overrides
     for point in points:
         composed(*overrides, *point.overrides)
 
@@ -176,14 +176,14 @@ def test_commands_and_options_in_sentences_exist(page):
         if name in ("--help", "COMMAND", "train", "sweep"):
             continue
         assert name in COMMANDS, text
-        known = {option for parameter in group.get_command(context, name).params for option in parameter.opts}
-        assert {word.partition("=")[0] for word in words if word.startswith("--")} <= {*known, "--help"}, text
+        options = {option for parameter in group.get_command(context, name).params for option in parameter.opts}
+        assert {word.partition("=")[0] for word in words if word.startswith("--")} <= {*options, "--help"}, text
 
 
 def test_make_targets_in_sentences_exist():
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M))
-    named = {target for page in PAGES for target in re.findall(r"`make ([a-z-]+)", prose(page))}
-    assert {"demo", "test", "soak"} <= named <= targets
+    mentions = {target for page in PAGES for target in re.findall(r"`make ([a-z-]+)", prose(page))}
+    assert {"demo", "test", "soak"} <= mentions <= targets
 
 
 def test_models_of_own_videos_can_be_exported():

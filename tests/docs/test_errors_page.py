@@ -19,16 +19,16 @@ FOREIGN = {"Could not find 'experiment/…'"}
 @cache
 def texts() -> tuple[str, ...]:
     """Every text of the code, with … for the values inside it."""
-    found = []
+    literals = []
     for folder in ("vsa", "kernels"):
         for path in sorted((ROOT / folder).rglob("*.py")):
             for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
                 if isinstance(node, ast.JoinedStr):
                     parts = (str(p.value) if isinstance(p, ast.Constant) else "…" for p in node.values)
-                    found.append("".join(parts))
+                    literals.append("".join(parts))
                 elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                    found.append(node.value)
-    return tuple(found)
+                    literals.append(node.value)
+    return tuple(literals)
 
 
 def in_the_code(message: str) -> bool:

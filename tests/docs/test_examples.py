@@ -62,10 +62,10 @@ def test_the_house_has_the_floors_of_the_layers():
     (contract,) = (c for c in settings["tool"]["importlinter"]["contracts"] if c["type"] == "layers")
     rooms = [room for layer in contract["layers"] for room in layer.split(" | ")]
     folders = [room for room in rooms if (ROOT / room.replace(".", "/")).is_dir() or room == "vsa_kernels"]
-    drawn = re.findall(r'class="room"[^>]*>([^<]+)<', (ROOT / "docs" / "house.svg").read_text(encoding="utf-8"))
-    assert drawn == folders
+    labels = re.findall(r'class="room"[^>]*>([^<]+)<', (ROOT / "docs" / "house.svg").read_text(encoding="utf-8"))
+    assert labels == folders
     packages = {f"vsa.{path.parent.name}" for path in (ROOT / "vsa").glob("*/__init__.py")}
-    assert packages | {"vsa_kernels"} == set(drawn)
+    assert packages | {"vsa_kernels"} == set(labels)
 
 
 def test_the_python_of_the_readme_runs(capsys):

@@ -20,14 +20,14 @@ LINK = re.compile(r"\]\((?![a-z]+:)([^)#\s]*)(?:#([^)\s]+))?\)")
 
 def anchors(page: Path) -> set[str]:
     """What the headings of a page are called in links, on code hosts and in the site."""
-    found: dict[str, int] = {}
+    counts: dict[str, int] = {}
     names = set()
     for heading in re.findall(r"^#+ +(.+?) *$", FENCE.sub("", page.read_text(encoding="utf-8")), re.M):
         text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading)
         slug = re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-")
-        seen = found.get(slug, 0)
-        found[slug] = seen + 1
-        names.add(f"{slug}-{seen}" if seen else slug)
+        count = counts.get(slug, 0)
+        counts[slug] = count + 1
+        names.add(f"{slug}-{count}" if count else slug)
     if page.name == "configuration.md":
         # the site adds a heading for every group
         names |= {folder.name for folder in (ROOT / "configs").iterdir() if folder.is_dir()}
@@ -76,5 +76,5 @@ def test_the_faults_of_the_readme_are_those_of_the_linked_soak():
     (table,) = (ROOT / target for target, _ in LINK.findall(row))
     total = re.search(r"^\| all (\d+) rows \| (\d+) \| (\d+) \|", table.read_text(encoding="utf-8"), re.M)
     assert total is not None
-    kinds, tried, survived = map(int, total.groups())
-    assert f"and {kinds - 3} more kinds of faults: **{survived:,} of {tried:,}** tries" in row
+    kinds, tries, survivals = map(int, total.groups())
+    assert f"and {kinds - 3} more kinds of faults: **{survivals:,} of {tries:,}** tries" in row

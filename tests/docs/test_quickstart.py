@@ -37,14 +37,16 @@ SMALLER = {"sample": ("--steps", "2"), "score": ("--steps", "2", "--clips", "2")
 def quickstart() -> list[Command]:
     """The commands of the page but the installation and trainings under other names, which only change a setting."""
     script = "\n".join(body for language, body in FENCE.findall(PAGE.read_text(encoding="utf-8")) if language == "bash")
-    found = [c for c in commands_of(script, PAGE.name) if c.words[0] == "vsa" or c.words[:2] == ("python", "-m")]
-    return [c for c in found if not any(word.startswith("run=") for word in c.words)]
+    page_commands = [
+        c for c in commands_of(script, PAGE.name) if c.words[0] == "vsa" or c.words[:2] == ("python", "-m")
+    ]
+    return [c for c in page_commands if not any(word.startswith("run=") for word in c.words)]
 
 
 def test_the_commands_run(tmp_path, monkeypatch, command_line):  # noqa: F811
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    ran = []
+    names = []
     for command in quickstart():
         if command.words[0] == "python":
             name = command.words[2]
@@ -57,8 +59,8 @@ def test_the_commands_run(tmp_path, monkeypatch, command_line):  # noqa: F811
             arguments += [*TINY, f"trainer.max_steps={steps}"]
         status, _, err = command_line(name, *arguments, *SMALLER.get(name, ()))
         assert status == 0, f"{command}: {err}"
-        ran.append(name)
-    assert {"train", "sample", "report"} <= set(ran)
+        names.append(name)
+    assert {"train", "sample", "report"} <= set(names)
     run = tmp_path / "outputs" / "quickstart" / "default"
     assert (run / "metrics.csv").is_file()
     assert list((run / "samples").rglob("*.mp4"))

@@ -47,15 +47,15 @@ def styles(text: str) -> list[str]:
 
 def loaded(site: Path) -> list[str]:
     """What pages and style sheets of a site load from network addresses."""
-    found = []
+    requests = []
     for path in sorted(site.rglob("*.html")):
         page = Loads()
         page.feed(path.read_text(encoding="utf-8"))
-        found += [f"{path.relative_to(site)}: {url}" for url in page.found]
+        requests += [f"{path.relative_to(site)}: {url}" for url in page.found]
     for path in sorted(site.rglob("*.css")):
         urls = styles(path.read_text(encoding="utf-8"))
-        found += [f"{path.relative_to(site)}: {url}" for url in urls if ADDRESS.match(url)]
-    return found
+        requests += [f"{path.relative_to(site)}: {url}" for url in urls if ADDRESS.match(url)]
+    return requests
 
 
 @pytest.fixture(scope="module")

@@ -30,14 +30,14 @@ def test_tile_map_of_cubes_is_constant_on_each_cuboid(grid, order):
     layout = TileLayout.build([Segment(grid)], tile_thw=tile, partition="cube", block_order=order, device="cpu")
     tiles = tile_map(layout)
     assert tiles.shape == grid
-    seen = set()
+    numbers = set()
     for t in range(0, grid[0], tile[0]):
         for h in range(0, grid[1], tile[1]):
             for w in range(0, grid[2], tile[2]):
                 cuboid = tiles[t : t + tile[0], h : h + tile[1], w : w + tile[2]].unique().tolist()
                 assert len(cuboid) == 1
-                seen.add(cuboid[0])
-    assert seen == set(range(layout.num_blocks))
+                numbers.add(cuboid[0])
+    assert numbers == set(range(layout.num_blocks))
 
 
 def test_tile_map_refuses_rows_of_several_segments():
@@ -62,11 +62,11 @@ def test_overlay_tints_exactly_the_selected_tiles_and_outlines_the_query():
     assert torch.allclose(inside[:2], 0.75 * torch.tensor(KEY_COLOUR))
     assert (inside[2:] == 0).all()
     assert torch.allclose(picture[2:, 8:, :8], 0.375 * torch.tensor(KEY_COLOUR))
-    outlined = (picture == torch.tensor(QUERY_COLOUR)).all(-1)
-    assert outlined[:2, 8, 8:].all()
-    assert outlined[:2, 8:, 15].all()
-    assert not outlined[:2, 9:15, 9:15].any()
-    assert not outlined[2:].any()
+    outline = (picture == torch.tensor(QUERY_COLOUR)).all(-1)
+    assert outline[:2, 8, 8:].all()
+    assert outline[:2, 8:, 15].all()
+    assert not outline[:2, 9:15, 9:15].any()
+    assert not outline[2:].any()
     assert (picture[:, 1:7, 1:7] == 0).all()
 
 

@@ -82,15 +82,15 @@ def test_validation_loss_is_the_runs_own_and_every_checkpoint_has_a_row(trained:
     before = contents(trained / "checkpoints")
     vsa_command("evaluate", str(trained), "--device", "cpu", "--out", str(tmp_path), "--batch-size", "3")
     assert contents(trained / "checkpoints") == before
-    ours, logged = rows_of(tmp_path / "evaluation.csv"), rows_of(trained / "metrics.csv")
+    ours, metrics = rows_of(tmp_path / "evaluation.csv"), rows_of(trained / "metrics.csv")
     assert list(ours) == [2, 4]
-    names = [name for name in logged[2] if name == "val/loss" or name.startswith("val/loss_decile")]
+    names = [name for name in metrics[2] if name == "val/loss" or name.startswith("val/loss_decile")]
     assert len(names) > 2
     for step, row in ours.items():
         for name in names:
-            assert bool(row.get(name)) == bool(logged[step][name]), name
-            if logged[step][name]:
-                assert float(row[name]) == pytest.approx(float(logged[step][name]), rel=1e-6), name
+            assert bool(row.get(name)) == bool(metrics[step][name]), name
+            if metrics[step][name]:
+                assert float(row[name]) == pytest.approx(float(metrics[step][name]), rel=1e-6), name
     # the tolerance tells checkpoints apart
     assert float(ours[2]["val/loss"]) != pytest.approx(float(ours[4]["val/loss"]), rel=1e-4)
     record = json.loads((tmp_path / "step-00000004.json").read_text())
@@ -133,8 +133,8 @@ def test_a_run_without_prompts_and_averages_needs_no_options(training):
     assert len(set(prompts)) == len(prompts) == 4
     config = read_checkpoint(run / "checkpoints" / "step-00000002").state["config"]
     toy = build(config["data"]["toy"])
-    _, held = split_ids([f"toy-{toy.seed}-{i:08d}" for i in range(toy.count)], config["data"]["val_fraction"])
-    captions = {captions_of(clip_attributes(toy.seed, int(name[-8:])))[0] for name in held}
+    _, val_ids = split_ids([f"toy-{toy.seed}-{i:08d}" for i in range(toy.count)], config["data"]["val_fraction"])
+    captions = {captions_of(clip_attributes(toy.seed, int(name[-8:])))[0] for name in val_ids}
     assert set(prompts) <= captions
     assert 4 <= len(captions) < toy.count / 2
     # what is asked for goes before
@@ -282,18 +282,18 @@ def test_a_second_evaluation_takes_what_is_there_and_replaces_what_is_not(tiny: 
 def test_another_run_as_reference(tiny: Path, write_tiny_run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     dense = write_tiny_run(tmp_path / "dense", attention="full")
     add_checkpoint(tiny, 9, scale=0.5)
-    sampled = []
+    sources = []
     sample = evaluation.sample_clips
-    monkeypatch.setattr(evaluation, "sample_clips", lambda *args: (sampled.append(args[0].source), sample(*args))[1])
+    monkeypatch.setattr(evaluation, "sample_clips", lambda *args: (sources.append(args[0].source), sample(*args))[1])
     vsa_command("evaluate", str(tiny), *QUICK, "--no-val-loss", "--reference", str(dense))
-    assert [Path(source).parents[1].name for source in sampled] == ["tiny", "dense", "tiny"]
+    assert [Path(source).parents[1].name for source in sources] == ["tiny", "dense", "tiny"]
     record = json.loads((tiny / "evaluation" / "step-00000009.json").read_text())
     assert record["reference_sampling"]["checkpoint"].startswith(str(dense))
     run, other = load_run(tiny, device="cpu"), load_run(dense, device="cpu")
     settings = run.settings(steps=1)
     prompts = ["a red circle", "a blue square"]
-    wanted = psnr(generate(run, prompts, settings), generate(other, prompts, replace(settings, topk=1)))
-    assert record["metrics"]["psnr"] == pytest.approx(wanted, rel=1e-6)
+    expected = psnr(generate(run, prompts, settings), generate(other, prompts, replace(settings, topk=1)))
+    assert record["metrics"]["psnr"] == pytest.approx(expected, rel=1e-6)
     # a run against itself
     vsa_command("evaluate", str(dense), *QUICK, "--no-val-loss", "--reference", str(dense), "--min-psnr", "500")
 
@@ -316,8 +316,8 @@ def test_a_distilled_run_is_compared_with_itself_dense_at_its_step_list(write_ti
     vsa_command("evaluate", str(few), *AT_ITS_LIST)
     record = json.loads((few / "evaluation" / "step-00000007.json").read_text())
     for name in ("sampling", "reference_sampling"):
-        found = [record[name][key] for key in ("steps", "step_list", "guidance", "flow_shift", "seed")]
-        assert found == [3, list(STEPS), 1, 1, 3], name
+        settings = [record[name][key] for key in ("steps", "step_list", "guidance", "flow_shift", "seed")]
+        assert settings == [3, list(STEPS), 1, 1, 3], name
     assert (record["sampling"]["topk"], record["reference_sampling"]["topk"]) == (2, 8)
     run = load_run(few, device="cpu")
     sparse, dense = (generate(run, PROMPTS, run.settings(seed=3, topk=topk)) for topk in (2, 8))
@@ -342,8 +342,8 @@ def test_each_run_keeps_its_own_way_of_sampling_when_one_has_a_step_list(write_t
         vsa_command("evaluate", str(tmp_path / name), *AT_ITS_LIST, "--reference", str(reference))
         record = json.loads((tmp_path / name / "evaluation" / "step-00000007.json").read_text())
         for part, whose in (("sampling", name), ("reference_sampling", reference.name)):
-            found = tuple(record[part][key] for key in ("steps", "step_list", "guidance", "flow_shift"))
-            assert found == ways[whose], part
+            way = tuple(record[part][key] for key in ("steps", "step_list", "guidance", "flow_shift"))
+            assert way == ways[whose], part
         assert record["metrics"]["psnr"] == pytest.approx(psnr(clips["few"], clips["many"]), rel=1e-6)
 
 
@@ -358,10 +358,10 @@ def test_progress_of_an_evaluation_reaches_its_total(write_tiny_run, tmp_path: P
             val_loss=False,
             reference="dense" if reference is None else "other",
         )
-        evaluator, done = Evaluator(settings, reference=reference), []
+        evaluator, steps = Evaluator(settings, reference=reference), []
         assert evaluator.clip_steps(run) == total
-        evaluator(run, read_checkpoint(Path(run.source)), done.append)
-        assert sum(done) == total
+        evaluator(run, read_checkpoint(Path(run.source)), steps.append)
+        assert sum(steps) == total
 
 
 def test_what_has_no_meaning_for_a_distilled_run_is_one_line(write_tiny_run, command_line, tmp_path: Path):
@@ -369,12 +369,12 @@ def test_what_has_no_meaning_for_a_distilled_run_is_one_line(write_tiny_run, com
     source = few / "checkpoints" / "step-00000007"
     for option, name in (("--steps", "steps 8"), ("--shift", "flow_shift 8.0")):
         status, _, err = command_line("evaluate", str(few), *AT_ITS_LIST, option, "8")
-        wanted = f"error: {name} has no meaning for {source}: it is distilled to the timesteps {list(STEPS)}\n"
-        assert (status, err) == (1, wanted)
+        expected = f"error: {name} has no meaning for {source}: it is distilled to the timesteps {list(STEPS)}\n"
+        assert (status, err) == (1, expected)
     # the objective of a tiny run is none of data, like that of a distillation
     status, _, err = command_line("evaluate", str(few), *AT_ITS_LIST[:-1])
-    wanted = f"error: {source} was trained on dict, which has no validation loss: use --no-val-loss\n"
-    assert (status, err) == (1, wanted)
+    expected = f"error: {source} was trained on dict, which has no validation loss: use --no-val-loss\n"
+    assert (status, err) == (1, expected)
     assert not (few / "evaluation").exists()
 
 
@@ -390,24 +390,24 @@ def test_following_takes_new_checkpoints_and_only_whole_ones(tiny: Path, tmp_pat
 
     monkeypatch.setattr(follow, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
     folder = tiny / "checkpoints"
-    found = follow.new_checkpoints(folder, follow=True, poll=0.25, timeout=4)
-    assert next(found).name == "step-00000007"
+    checkpoints = follow.new_checkpoints(folder, follow=True, poll=0.25, timeout=4)
+    assert next(checkpoints).name == "step-00000007"
     # half-written, then whole
     shutil.copytree(folder / "step-00000007", folder / ".writing-step-00000008")
     add_checkpoint(tiny, 9)
     add_checkpoint(tiny, 12)
-    assert next(found).name == "step-00000009"
+    assert next(checkpoints).name == "step-00000009"
     # removed before it was looked at
     shutil.rmtree(folder / "step-00000012")
     add_checkpoint(tiny, 13)
-    assert next(found).name == "step-00000013"
+    assert next(checkpoints).name == "step-00000013"
     # the same step of a run that started anew; what is still there keeps its inode
     (folder / "step-00000013").rename(tmp_path / "before")
     add_checkpoint(tiny, 13, scale=0.5)
-    assert next(found).name == "step-00000013"
+    assert next(checkpoints).name == "step-00000013"
     # nothing was waited for yet, and looked for before the first wait
     assert now == [0]
-    assert list(found) == []
+    assert list(checkpoints) == []
     assert now == [4]
     assert list(follow.new_checkpoints(folder / "missing", follow=False)) == []
 
@@ -446,9 +446,9 @@ def test_following_waits_for_a_run_to_start_and_ends_with_its_last_step(tiny: Pa
         (live / "checkpoints").mkdir()
         for step in (2, 4):
             time.sleep(0.3)
-            made = add_checkpoint(tiny, step, max_steps=4)
+            checkpoint = add_checkpoint(tiny, step, max_steps=4)
             # as a run publishes them: a rename
-            made.rename(live / "checkpoints" / made.name)
+            checkpoint.rename(live / "checkpoints" / checkpoint.name)
 
     writer = threading.Thread(target=write)
     writer.start()
@@ -511,14 +511,18 @@ def test_runs_that_cannot_be_evaluated(write_tiny_run, trained: Path, command_li
 
     assert f"error: {tmp_path} is not a run folder: missing checkpoints" in error(str(tmp_path), *QUICK)
     dense = write_tiny_run(tmp_path / "dense", attention="full")
-    wanted = "has dense attention, so the dense reference is the run itself: set --reference RUN_FOLDER or"
-    assert wanted in error(str(dense), *QUICK, "--no-val-loss")
+    message = "has dense attention, so the dense reference is the run itself: set --reference RUN_FOLDER or"
+    assert message in error(str(dense), *QUICK, "--no-val-loss")
     plain = write_tiny_run(tmp_path / "plain", with_ema=False)
     assert "step-00000007 has no ema weights" in error(str(plain), *QUICK, "--no-val-loss", "--weights", "ema")
     # a config is checked before anything of it is built for its captions
     config = read_checkpoint(trained / "checkpoints" / "step-00000004").state["config"]
-    owned = {**config, "data": {"_target_": "os.system", "command": f"touch {tmp_path / 'owned'}"}, "callbacks": {}}
-    change_state(plain, config=owned)
+    evil_config = {
+        **config,
+        "data": {"_target_": "os.system", "command": f"touch {tmp_path / 'owned'}"},
+        "callbacks": {},
+    }
+    change_state(plain, config=evil_config)
     assert "data=os.system is not allowed" in error(str(plain)).replace("._target_", "")
     assert not (tmp_path / "owned").exists()
     # nothing held out

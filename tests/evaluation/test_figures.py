@@ -39,16 +39,16 @@ def write_metrics(path: Path, rows: list[tuple]) -> Path:
 def places(path: Path, colour: tuple[int, int, int]) -> np.ndarray:
     """Rows and columns `[N, 2]` of the pixels of a colour, as shares of the picture."""
     pixels = np.asarray(Image.open(path).convert("RGB")).astype(int)
-    found = np.argwhere((np.abs(pixels - np.array(colour)) < 6).all(-1))
-    return found / np.array(pixels.shape[:2])
+    hits = np.argwhere((np.abs(pixels - np.array(colour)) < 6).all(-1))
+    return hits / np.array(pixels.shape[:2])
 
 
 @pytest.fixture
 def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
     """Figures that were finished; they are kept here instead of being written."""
-    kept: list[Figure] = []
-    monkeypatch.setattr(figures, "save_figure", lambda figure, path: kept.append(figure))
-    return kept
+    kept_figures: list[Figure] = []
+    monkeypatch.setattr(figures, "save_figure", lambda figure, path: kept_figures.append(figure))
+    return kept_figures
 
 
 def test_read_metric_leaves_out_empty_cells(tmp_path: Path):
@@ -87,9 +87,9 @@ def test_loss_curve_is_a_png_of_the_data(tmp_path: Path):
 @pytest.mark.parametrize("loss", [0.0, 1.5])
 def test_a_loss_curve_of_one_point_shows_the_point(tmp_path: Path, loss: float):
     out = loss_curve(write_metrics(tmp_path / "metrics.csv", [(10, loss, "", 0.1)]), tmp_path / "loss.png")
-    found = places(out, BLUE)
+    hits = places(out, BLUE)
     # in the middle, below the legend
-    point = found[(found[:, 0] > 0.2) & (np.abs(found[:, 1] - 0.53) < 0.05)]
+    point = hits[(hits[:, 0] > 0.2) & (np.abs(hits[:, 1] - 0.53) < 0.05)]
     assert 9 < len(point) < 100
     # control: nothing was logged
     assert not len(places(loss_curve(write_metrics(tmp_path / "metrics.csv", []), tmp_path / "empty.png"), BLUE))
@@ -107,8 +107,8 @@ def test_the_legend_names_the_line_that_is_looked_at(tmp_path: Path, drawn: list
     line = next(line for line in axes.lines if line.get_label() == named)
     assert line.get_alpha() is None
     window = 1 if named == "train" else 5
-    wanted = [np.mean(losses[max(0, i + 1 - window) : i + 1]) for i in range(rows)]
-    assert np.allclose(np.asarray(line.get_ydata()), wanted)
+    expected = [np.mean(losses[max(0, i + 1 - window) : i + 1]) for i in range(rows)]
+    assert np.allclose(np.asarray(line.get_ydata()), expected)
 
 
 def drawn_texts(figure: Figure) -> list[Text]:
@@ -158,11 +158,11 @@ def test_a_loss_has_plain_numbers_at_its_axes_whatever_it_does(
     assert_apart_and_whole(drawn[0])
     (axes,) = drawn[0].axes
     for axis, limits in ((axes.xaxis, axes.get_xlim()), (axes.yaxis, axes.get_ylim())):
-        seen = [t.label1.get_text() for t in axis.get_major_ticks() if limits[0] <= t.get_loc() <= limits[1]]
-        assert 3 <= len(seen) <= 12, seen
-        assert all(re.fullmatch(r"\d+(\.\d+)?", text) for text in seen), seen
+        labels = [t.label1.get_text() for t in axis.get_major_ticks() if limits[0] <= t.get_loc() <= limits[1]]
+        assert 3 <= len(labels) <= 12, labels
+        assert all(re.fullmatch(r"\d+(\.\d+)?", text) for text in labels), labels
         # round ones
-        assert axis is axes.yaxis or {float(text) % (steps / 6) for text in seen} == {0}
+        assert axis is axes.yaxis or {float(text) % (steps / 6) for text in labels} == {0}
 
 
 # evaluations

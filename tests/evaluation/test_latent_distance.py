@@ -36,11 +36,11 @@ def product_formula(x: Tensor, y: Tensor) -> float:
 
 def test_one_dimension_is_the_difference_of_means_and_deviations():
     x, y = 1.5 + 2.0 * normal(40, 1), -0.5 + 0.7 * normal(50, 1, seed=1)
-    wanted = float((x.mean() - y.mean()) ** 2 + (x.std() - y.std()) ** 2)
-    assert frechet_distance(x, y) == pytest.approx(wanted, rel=1e-12)
+    expected = float((x.mean() - y.mean()) ** 2 + (x.std() - y.std()) ** 2)
+    assert frechet_distance(x, y) == pytest.approx(expected, rel=1e-12)
     # control: deviations over N instead of N - 1
-    biased = float((x.mean() - y.mean()) ** 2 + (x.std(correction=0) - y.std(correction=0)) ** 2)
-    assert frechet_distance(x, y) != pytest.approx(biased, rel=1e-4)
+    other = float((x.mean() - y.mean()) ** 2 + (x.std(correction=0) - y.std(correction=0)) ** 2)
+    assert frechet_distance(x, y) != pytest.approx(other, rel=1e-4)
 
 
 def test_commuting_covariances_are_the_sum_over_their_axes():
@@ -50,17 +50,17 @@ def test_commuting_covariances_are_the_sum_over_their_axes():
     x = sample_with(m, axes * a.sqrt(), 50, seed=6)
     # one axis without spread: the covariance is singular
     y = sample_with(n, axes * b.sqrt(), 30, seed=7)
-    wanted = float((m - n).square().sum() + (a.sqrt() - b.sqrt()).square().sum())
-    assert frechet_distance(x, y) == pytest.approx(wanted, rel=1e-7)
+    expected = float((m - n).square().sum() + (a.sqrt() - b.sqrt()).square().sum())
+    assert frechet_distance(x, y) == pytest.approx(expected, rel=1e-7)
     # control: the same variances on the other's axes
-    shuffled = sample_with(n, axes * b.flip(0).sqrt(), 30, seed=7)
-    assert frechet_distance(x, shuffled) != pytest.approx(wanted, rel=1e-2)
+    other = sample_with(n, axes * b.flip(0).sqrt(), 30, seed=7)
+    assert frechet_distance(x, other) != pytest.approx(expected, rel=1e-2)
 
 
 def test_general_covariances_follow_the_product_formula():
     x, y = normal(60, 8) @ normal(8, 8, seed=1), 0.3 + normal(70, 8, seed=2) @ normal(8, 8, seed=3)
-    wanted = product_formula(x, y)
-    assert frechet_distance(x, y) == pytest.approx(wanted, rel=1e-9)
+    expected = product_formula(x, y)
+    assert frechet_distance(x, y) == pytest.approx(expected, rel=1e-9)
 
     # control: tr(A^1/2 B^1/2) is the cross term only where A and B commute
     def root(rows: Tensor) -> Tensor:
@@ -68,20 +68,20 @@ def test_general_covariances_follow_the_product_formula():
         return (vectors * values.sqrt()) @ vectors.T
 
     traces = float(torch.cov(x.T).trace() + torch.cov(y.T).trace() - 2 * (root(x) @ root(y)).trace())
-    assert float((x.mean(0) - y.mean(0)).square().sum()) + traces != pytest.approx(wanted, rel=1e-2)
+    assert float((x.mean(0) - y.mean(0)).square().sum()) + traces != pytest.approx(expected, rel=1e-2)
 
 
 def test_distance_is_zero_for_equal_sets_symmetric_and_grows():
     x, y = normal(50, 5), 1 + normal(40, 5, seed=1) @ normal(5, 5, seed=2)
     assert frechet_distance(x, x[torch.randperm(50)]) < 1e-12
     assert frechet_distance(x, y) == pytest.approx(frechet_distance(y, x), rel=1e-12)
-    shifted = [frechet_distance(x, x + shift) for shift in (0.1, 0.5, 2.0)]
-    assert shifted == pytest.approx([5 * shift**2 for shift in (0.1, 0.5, 2.0)], rel=1e-9)
+    shift_distances = [frechet_distance(x, x + shift) for shift in (0.1, 0.5, 2.0)]
+    assert shift_distances == pytest.approx([5 * shift**2 for shift in (0.1, 0.5, 2.0)], rel=1e-9)
     # of a set around its own mean, scaling by s adds (s - 1)^2 times the variance
-    centred = x - x.mean(0)
-    scaled = [frechet_distance(centred, scale * centred) for scale in (1.1, 1.5, 3.0)]
-    variance = float(centred.var(0).sum())
-    assert scaled == pytest.approx([(scale - 1) ** 2 * variance for scale in (1.1, 1.5, 3.0)], rel=1e-9)
+    offsets = x - x.mean(0)
+    scale_distances = [frechet_distance(offsets, scale * offsets) for scale in (1.1, 1.5, 3.0)]
+    variance = float(offsets.var(0).sum())
+    assert scale_distances == pytest.approx([(scale - 1) ** 2 * variance for scale in (1.1, 1.5, 3.0)], rel=1e-9)
     # fewer rows than features: the covariances are singular
     assert frechet_distance(x[:3], x[:3].flip(0)) < 1e-12
 
@@ -98,12 +98,12 @@ def real() -> tuple[Tensor, Tensor]:
 
 def test_features_are_moments_of_channels_and_projected_cells(real: tuple[Tensor, Tensor]):
     latents = real[0]
-    found = latent_features(latents)
-    assert (found.shape, found.dtype) == ((CLIPS, CLIPS // 4), torch.float64)
+    features = latent_features(latents)
+    assert (features.shape, features.dtype) == ((CLIPS, CLIPS // 4), torch.float64)
     clip = latents[5].double()
     for channel in range(16):
-        assert found[5, channel] == pytest.approx(float(clip[channel].mean()), rel=1e-9)
-        assert found[5, 16 + channel] == pytest.approx(float(clip[channel].var(correction=0)) ** 0.5, rel=1e-9)
+        assert features[5, channel] == pytest.approx(float(clip[channel].mean()), rel=1e-9)
+        assert features[5, 16 + channel] == pytest.approx(float(clip[channel].var(correction=0)) ** 0.5, rel=1e-9)
     # enough clips for all cells of a coarse latent: they come unprojected
     few = normal(200, 1, 2, 3, 4)
     cells = latent_features(few)[:, 2:]
@@ -115,21 +115,21 @@ def test_features_are_moments_of_channels_and_projected_cells(real: tuple[Tensor
     assert torch.allclose(matrix.T @ matrix, torch.eye(14, dtype=torch.float64), atol=1e-12)
     # cells of larger latents are means, and projected by a matrix that is the same for all clips
     coarse = F.adaptive_avg_pool3d(latents[:, :1].double(), (4, 4, 4)).flatten(1)
-    projected = latent_features(latents[:, :1])[:, 2:]
-    assert torch.allclose(projected, latent_features(coarse.reshape(-1, 1, 4, 4, 4))[:, 2:], atol=1e-9)
+    channel_features = latent_features(latents[:, :1])[:, 2:]
+    assert torch.allclose(channel_features, latent_features(coarse.reshape(-1, 1, 4, 4, 4))[:, 2:], atol=1e-9)
     # a sample does not depend on the others
-    assert torch.equal(latent_features(latents.flip(0)), found.flip(0))
+    assert torch.equal(latent_features(latents.flip(0)), features.flip(0))
 
 
 def test_distance_notices_what_goes_wrong_with_clips(real: tuple[Tensor, Tensor]):
     reference, other = real
     floor = latent_distance(other, reference)
     assert floor > 0
-    blurred = F.avg_pool3d(other, (1, 3, 3), 1, (0, 1, 1), count_include_pad=False)
+    blur = F.avg_pool3d(other, (1, 3, 3), 1, (0, 1, 1), count_include_pad=False)
     grey = other.clone()
     grey[:, 8:] = 0
     broken = {
-        "blurred": blurred,
+        "blurred": blur,
         "without colour": grey,
         "standing still": other.mean(2, keepdim=True).expand_as(other),
         "collapsed to 16 clips": other[torch.arange(CLIPS) % 16],

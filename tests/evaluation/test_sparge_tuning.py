@@ -59,9 +59,9 @@ def tune(command_line, *words):  # noqa: F811
 
 def test_a_file_for_every_head_and_its_page(captures, tmp_path, command_line):  # noqa: F811
     out = tmp_path / "tuned"
-    status, told, err = tune(command_line, "--captures", captures, "--out", out)
+    status, output, err = tune(command_line, "--captures", captures, "--out", out)
     assert (status, err) == (0, "")
-    assert str(out / "tuned.json") in told.replace("\n", "")
+    assert str(out / "tuned.json") in output.replace("\n", "")
     settings = {"q_tokens": 8, "kv_tokens": 4, "tuned": str(out / "tuned.json")}
     sparsities = []
     for layer in range(3):
@@ -220,9 +220,9 @@ def test_a_damaged_table_of_points_is_named(captures, tmp_path, command_line):  
 def test_bad_input_is_one_line(words, message, tmp_path, command_line):  # noqa: F811
     holes = written(tmp_path / "holes.safetensors", (0, 2)) if "HOLES" in words else None
     words = [str(holes) if word == "HOLES" else word for word in words]
-    given = [*SMALL, "--l1", "0.4", "--l2", "0.5", "--out", str(tmp_path / "out")]
+    options = [*SMALL, "--l1", "0.4", "--l2", "0.5", "--out", str(tmp_path / "out")]
     # the last of two values counts
-    status, _, err = command_line("tune-sparge", *given, *words)
+    status, _, err = command_line("tune-sparge", *options, *words)
     assert status == 1
     assert message in err
     assert err.count("\n") == 1

@@ -44,8 +44,8 @@ def test_psnr_is_its_formula():
     video = noise(3, 8, 9, 3)
     other = disturbed(video, 20)
     squares = [(int(a) - int(b)) ** 2 for a, b in zip(video.flatten(), other.flatten(), strict=True)]
-    wanted = 10 * math.log10(255**2 / (sum(squares) / len(squares)))
-    assert psnr(video, other) == pytest.approx(wanted, rel=1e-6)
+    expected = 10 * math.log10(255**2 / (sum(squares) / len(squares)))
+    assert psnr(video, other) == pytest.approx(expected, rel=1e-6)
     # the range is that of the data type, not what a clip happens to span
     dim = video // 4
     assert psnr(dim, disturbed(dim, 5)) > psnr(dim, disturbed(dim, 20)) > 20
@@ -82,11 +82,11 @@ def literal_ssim(video: Tensor, other: Tensor, *, sigma: float = 1.5, k2: float 
 def test_ssim_is_its_definition():
     video = toy()[::8, 20:32, 20:33]
     other = disturbed(video, 30)
-    found = ssim(video, other)
-    assert found == pytest.approx(literal_ssim(video, other), abs=1e-5)
+    actual = ssim(video, other)
+    assert actual == pytest.approx(literal_ssim(video, other), abs=1e-5)
     # the tolerance sees another window and another constant
-    assert abs(found - literal_ssim(video, other, sigma=1.4)) > 1e-3
-    assert abs(found - literal_ssim(video, other, k2=0.031)) > 1e-3
+    assert abs(actual - literal_ssim(video, other, sigma=1.4)) > 1e-3
+    assert abs(actual - literal_ssim(video, other, k2=0.031)) > 1e-3
     assert ssim(video, video.clone()) == pytest.approx(1, abs=1e-5)
     assert ssim(noise(2, 32, 32, 3), noise(2, 32, 32, 3, seed=1)) < 0.05
 
@@ -150,10 +150,10 @@ def test_flicker_does_not_see_smooth_motion():
     for i in range(6):
         clip = toy(i)
         for hold in (1, 2, 4):
-            dimmed = clip.clone()
+            dim_clip = clip.clone()
             odd = (torch.arange(16) // hold) % 2 == 1
-            dimmed[odd] = (dimmed[odd].float() * 0.6).to(torch.uint8)
-            assert flicker(dimmed) > 2.5 * flicker(clip), (i, hold)
+            dim_clip[odd] = (dim_clip[odd].float() * 0.6).to(torch.uint8)
+            assert flicker(dim_clip) > 2.5 * flicker(clip), (i, hold)
 
 
 def test_motion_is_the_mean_change_of_luma():
@@ -185,23 +185,23 @@ class Trunk(nn.Module):
 
 def test_the_trunk_of_lpips_is_read_by_layer_number(tmp_path: Path):
     source = Trunk()
-    saved = {
+    weights = {
         "features.0.weight": source.slice1[0].weight,
         "features.0.bias": source.slice1[0].bias,
         "features.3.weight": source.slice2[0].weight,
         "features.3.bias": source.slice2[0].bias,
         "classifier.1.weight": torch.zeros(1),
     }
-    torch.save(saved, tmp_path / "alexnet-x.pth")
+    torch.save(weights, tmp_path / "alexnet-x.pth")
     trunk = Trunk()
     _load_trunk(trunk, tmp_path / "alexnet-x.pth")
     for name, parameter in trunk.named_parameters():
         assert torch.equal(parameter, source.get_parameter(name)), name
-    torch.save({**saved, "features.3.bias": torch.zeros(7)}, tmp_path / "alexnet-x.pth")
+    torch.save({**weights, "features.3.bias": torch.zeros(7)}, tmp_path / "alexnet-x.pth")
     with pytest.raises(ValueError, match=r"expected features\.3\.bias of shape \(5,\), got \(7,\)"):
         _load_trunk(trunk, tmp_path / "alexnet-x.pth")
-    del saved["features.3.bias"]
-    torch.save(saved, tmp_path / "alexnet-x.pth")
+    del weights["features.3.bias"]
+    torch.save(weights, tmp_path / "alexnet-x.pth")
     with pytest.raises(ValueError, match=r"expected features\.3\.bias of shape \(5,\), got None"):
         _load_trunk(trunk, tmp_path / "alexnet-x.pth")
 

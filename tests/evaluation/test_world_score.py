@@ -41,8 +41,8 @@ def test_many_clips_are_scored_as_they_are_and_other_captions_at_chance(size, co
     assert min(behind[name] for name in ATTRIBUTES[:-1]) >= 0.95
     # captions of as many objects change places, which is what chance is said of
     order = sorted(range(count), key=lambda i: captions[i].count(" and "))
-    turned = order[1:] + order[:1]
-    others, expected = score_clips([again[i] for i in order], [captions[i] for i in turned]), chance(captions)
+    rotation = order[1:] + order[:1]
+    others, expected = score_clips([again[i] for i in order], [captions[i] for i in rotation]), chance(captions)
     objects = sum(len(parse_caption(caption).objects) for caption in captions)
     for name in ATTRIBUTES[:-1]:
         trials = count if name == "camera" else objects
@@ -62,16 +62,16 @@ def test_time_and_mirrors_turn_the_motions(videos) -> None:
     back = {"left": "right", "right": "left", "up": "down", "down": "up"}
     round_ = {"clockwise": "counterclockwise", "counterclockwise": "clockwise"}
     for video, caption in zip(videos[:2], CAPTIONS, strict=False):
-        wanted = parse_caption(caption)
-        seen, camera = measure_clip(video.flip(0), len(wanted.objects))
-        assert camera == back.get(wanted.camera, "still")
-        assert {name: o.motion for name, o in seen.items()} == {
-            o.colour: {**back, **round_}[o.motion] for o in wanted.objects
+        truth = parse_caption(caption)
+        objects, camera = measure_clip(video.flip(0), len(truth.objects))
+        assert camera == back.get(truth.camera, "still")
+        assert {name: o.motion for name, o in objects.items()} == {
+            o.colour: {**back, **round_}[o.motion] for o in truth.objects
         }
-        mirrored, _ = measure_clip(video.flip(2), len(wanted.objects))
+        mirror_objects, _ = measure_clip(video.flip(2), len(truth.objects))
         flat = {"left": "right", "right": "left", "up": "up", "down": "down"}
-        assert {name: o.motion for name, o in mirrored.items()} == {
-            o.colour: {**flat, **round_}[o.motion] for o in wanted.objects
+        assert {name: o.motion for name, o in mirror_objects.items()} == {
+            o.colour: {**flat, **round_}[o.motion] for o in truth.objects
         }
 
 
@@ -88,8 +88,8 @@ def test_too_many_colours_do_not_help(videos) -> None:
     for i, rgb in enumerate(COLOURS.values()):
         # each a little larger than the one before
         bars[:, 16 * i : 16 * i + 8, : 40 + 10 * i] = torch.tensor(rgb, dtype=torch.uint8)
-    seen, _ = measure_clip(bars, 2)
-    assert set(seen) == set(list(COLOURS)[-2:])
+    objects, _ = measure_clip(bars, 2)
+    assert set(objects) == set(list(COLOURS)[-2:])
 
 
 def test_chance_is_counted_over_objects() -> None:

@@ -51,10 +51,10 @@ def check_sparse_equals_masked_model(case: Case, side: Literal["first", "last"] 
         with masked_attention(GRID, TILE, TOPK, text=case.text, text_side="first" if side == "last" else "last"):
             other_side = case.run()
     apply(case.model, topk=TOPK, tile_thw=TILE)
-    found = case.run()
-    assert difference(found, expected) < 1e-5
-    assert difference(found, other_tile) > 1e-2
-    assert difference(found, other_side) > 1e-2
+    actual = case.run()
+    assert difference(actual, expected) < 1e-5
+    assert difference(actual, other_tile) > 1e-2
+    assert difference(actual, other_side) > 1e-2
     # the order of the tiles is nobody's business
     remove(case.model)
     apply(case.model, topk=TOPK, tile_thw=TILE, block_order="raster")
@@ -70,13 +70,13 @@ def check_remove_is_exact(case: Case) -> None:
     apply(model, topk=1, tile_thw=TILE, gates="coarse_and_fine")
     assert torch.equal(torch.random.get_rng_state(), state)
     # cross-attention and the text's own attention are not touched, every joint or self-attention is
-    changed = {name for name, found in model.attn_processors.items() if found is not processors[name]}
-    assert len(changed) == 2
-    assert all("attn2" not in name and "refiner" not in name for name in changed)
+    names = {name for name, processor in model.attn_processors.items() if processor is not processors[name]}
+    assert len(names) == 2
+    assert all("attn2" not in name and "refiner" not in name for name in names)
     assert not torch.equal(case.run(), expected)
     assert sum("to_gate_" in name for name in model.state_dict()) == 2 * 2 * 2
     remove(model)
-    assert all(found is processors[name] for name, found in model.attn_processors.items())
+    assert all(processor is processors[name] for name, processor in model.attn_processors.items())
     assert list(model.state_dict()) == keys
     assert torch.equal(case.run(), expected)
     assert not model._forward_pre_hooks

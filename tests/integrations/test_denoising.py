@@ -75,8 +75,8 @@ def test_a_run_its_export_and_the_transformer_make_the_same_clips(name, tmp_path
     other = load_run(plain, device="cpu")
     assert tiny.difference(in_run(other, other.settings()), clips) > 1e-3
     # put in place from outside, it is the same plan
-    for loaded in (other, back):
-        assert tiny.difference(in_run(loaded, loaded.settings(denoising=PLANS[name])), clips) < 1e-5
+    for each in (other, back):
+        assert tiny.difference(in_run(each, each.settings(denoising=PLANS[name])), clips) < 1e-5
     base = {"sparsity": 0.75, "denoising": PLANS[name]}
     assert tiny.difference(in_run(back, back.settings(**base)), clips) < 1e-5
     again = load_sparse(tmp_path / "export", **base)
@@ -109,10 +109,10 @@ def test_guidance_in_one_batch_follows_its_conditional_half():
     same = torch.cat([case.inputs[name][:1]] * 2)
     outs: dict[Any, Tensor] = {}
     for shared in (False, True):
-        applied = apply(case.model, topk=3, tile_thw=tiny.TILE, denoising=DenoisingPlan(shared_cache=shared))
+        attention = apply(case.model, topk=3, tile_thw=tiny.TILE, denoising=DenoisingPlan(shared_cache=shared))
         for guided, latents in ((True, same), (False, case.inputs[name])):
             outs[shared, guided] = case.run(**{name: latents})
-        assert applied.budget.denoising.shared_cache == shared
+        assert attention.budget.denoising.shared_cache == shared
         remove(case.model)
     # pipelines put the unconditional half first
     assert tiny.difference(outs[True, True][1], outs[False, True][1]) < 1e-6

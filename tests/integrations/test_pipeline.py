@@ -98,9 +98,9 @@ def test_pipeline_equals_the_pipeline_under_a_tile_mask(folder):
     # two layers, two steps, two passes of guidance
     assert len(shares) == 8
     apply(pipe.transformer, topk=3, tile_thw=TILE)
-    found = latents(pipe)
-    assert tiny.difference(found, expected) < 1e-5
-    assert tiny.difference(found, dense) > 1e-3
+    actual = latents(pipe)
+    assert tiny.difference(actual, expected) < 1e-5
+    assert tiny.difference(actual, dense) > 1e-3
     remove(pipe.transformer)
     assert torch.equal(latents(pipe), dense)
     apply(pipe.transformer, sparsity=0, tile_thw=TILE)
@@ -121,10 +121,10 @@ def test_dense_steps_of_a_pipeline_start_over_with_every_call(folder):
 
 @torch.no_grad()
 def test_sparse_transformer_is_found_in_a_pipeline_or_given(folder, exported, tmp_path):
-    given = open_pipeline(folder, transformer=exported)
-    expected = latents(given)
+    pipe = open_pipeline(folder, transformer=exported)
+    expected = latents(pipe)
     # diffusers saves the gates; without their settings nobody may use or drop them
-    given.save_pretrained(tmp_path / "whole")
+    pipe.save_pretrained(tmp_path / "whole")
     with pytest.raises(ValueError, match=r"sparse_attention\.json is missing"):
         open_pipeline(tmp_path / "whole")
     (tmp_path / "whole" / "transformer" / "sparse_attention.json").write_bytes(
@@ -176,18 +176,18 @@ def changed(exported: Path, folder: Path, **changes: Any) -> Path:
 
 
 def test_flow_shift_of_a_sparse_transformer_unless_another_is_given(folder, exported, tmp_path):
-    shifted = changed(exported, tmp_path / "shifted", flow_shift=7.0)
-    assert open_pipeline(folder, transformer=shifted).scheduler.config.shift == 7
-    assert open_pipeline(folder, transformer=shifted, flow_shift=2.0).scheduler.config.shift == 2
+    transformer = changed(exported, tmp_path / "shifted", flow_shift=7.0)
+    assert open_pipeline(folder, transformer=transformer).scheduler.config.shift == 7
+    assert open_pipeline(folder, transformer=transformer, flow_shift=2.0).scheduler.config.shift == 2
     # without one the pipeline's stays
     assert open_pipeline(folder, transformer=exported).scheduler.config.shift == 3
 
 
 @torch.no_grad()
 def test_dense_steps_and_ranges_of_a_sparse_transformer(folder, exported, tmp_path):
-    given = latents(open_pipeline(folder, transformer=exported))
+    plain = latents(open_pipeline(folder, transformer=exported))
     every = latents(open_pipeline(folder, transformer=exported, sparsity=0.0))
-    assert tiny.difference(given, every) > 1e-4
+    assert tiny.difference(plain, every) > 1e-4
     full = ((TILES, TILES),)
     # two steps: the first from pure noise, the second in the later half
     always = [
@@ -198,15 +198,15 @@ def test_dense_steps_and_ranges_of_a_sparse_transformer(folder, exported, tmp_pa
     for i, changes in enumerate(always):
         pipe = open_pipeline(folder, transformer=changed(exported, tmp_path / f"always{i}", **changes))
         assert tiny.difference(latents(pipe), every) < 1e-5
-    found = [given, every]
+    results = [plain, every]
     once = [
         {"dense_steps": 1},
         {"topk_ranges": (TopkRange(start=0.5, stop=1.0, grid_topk=full),)},
     ]
     for i, changes in enumerate(once):
-        found.append(latents(open_pipeline(folder, transformer=changed(exported, tmp_path / f"once{i}", **changes))))
-    for i, one in enumerate(found):
-        assert all(tiny.difference(one, other) > 1e-5 for other in found[:i])
+        results.append(latents(open_pipeline(folder, transformer=changed(exported, tmp_path / f"once{i}", **changes))))
+    for i, one in enumerate(results):
+        assert all(tiny.difference(one, other) > 1e-5 for other in results[:i])
 
 
 def test_settings_of_a_clip_are_those_trained_with(folder, exported, tmp_path):
@@ -248,7 +248,7 @@ def few_step_latents(pipe: Any, prompts: list[str], seeds: torch.Tensor, guidanc
 @pytest.mark.parametrize("guidance", [1.0, 3.0])
 def test_a_pipeline_samples_a_list_of_steps_as_the_training_does(folder, distilled, guidance, dtype):
     pipe = open_pipeline(folder, transformer=distilled, dtype=dtype)
-    found = few_step_latents(pipe, PROMPTS, SEEDS, guidance)
+    actual = few_step_latents(pipe, PROMPTS, SEEDS, guidance)
     cond, uncond = pipe.encode_prompt(PROMPTS, ["", ""], max_sequence_length=512)
 
     def velocity(x: torch.Tensor, timestep: torch.Tensor) -> torch.Tensor:
@@ -257,16 +257,16 @@ def test_a_pipeline_samples_a_list_of_steps_as_the_training_does(folder, distill
 
         return of(cond) if guidance == 1 else guide(of(cond), of(uncond), guidance)
 
-    noise = rollout_noise(found, SEEDS, 0)
-    expected = sample_few_step(velocity, noise, STEPS, fresh=partial(rollout_noise, found, SEEDS))
-    assert found.dtype == torch.float32
-    assert torch.equal(found, expected)
+    noise = rollout_noise(actual, SEEDS, 0)
+    expected = sample_few_step(velocity, noise, STEPS, fresh=partial(rollout_noise, actual, SEEDS))
+    assert actual.dtype == torch.float32
+    assert torch.equal(actual, expected)
     # controls: other fresh noise, the list without its last step, other weights of the passes
-    other = sample_few_step(velocity, noise, STEPS, fresh=partial(rollout_noise, found, SEEDS + 1))
-    assert tiny.difference(other, found) > 1e-2
-    shorter = sample_few_step(velocity, noise, STEPS[:2], fresh=partial(rollout_noise, found, SEEDS))
-    assert tiny.difference(shorter, found) > 1e-2
-    assert tiny.difference(few_step_latents(pipe, PROMPTS, SEEDS, 2.0), found) > 1e-3
+    other = sample_few_step(velocity, noise, STEPS, fresh=partial(rollout_noise, actual, SEEDS + 1))
+    assert tiny.difference(other, actual) > 1e-2
+    shorter = sample_few_step(velocity, noise, STEPS[:2], fresh=partial(rollout_noise, actual, SEEDS))
+    assert tiny.difference(shorter, actual) > 1e-2
+    assert tiny.difference(few_step_latents(pipe, PROMPTS, SEEDS, 2.0), actual) > 1e-3
 
 
 @pytest.mark.parametrize("steps", [(700.0,), (1000.0, 999.0, 2500 / 3, 0.5)], ids=["one", "four"])
@@ -316,16 +316,16 @@ def test_a_few_step_clip_depends_on_its_own_seed_and_prompt(folder, distilled):
 def test_settings_of_a_few_step_clip(folder, distilled, exported, tmp_path):
     # nothing is said about guidance: one pass, not the five of other models
     assert clip_settings(open_pipeline(folder, transformer=distilled)) == (SIZE, FRAMES, 1.0, 3)
-    guided = changed(distilled, tmp_path / "guided", guidance_scale=2.0)
-    pipe = open_pipeline(folder, transformer=guided)
+    transformer = changed(distilled, tmp_path / "guided", guidance_scale=2.0)
+    pipe = open_pipeline(folder, transformer=transformer)
     assert clip_settings(pipe) == (SIZE, FRAMES, 2.0, 3)
     assert clip_settings(pipe, guidance=4.0).guidance == 4
-    listed = r"no meaning: the transformer is distilled to the steps \[1000\.0, 757\.0, 416\.6"
-    with pytest.raises(ValueError, match=f"steps 3 has {listed}"):
+    reason = r"no meaning: the transformer is distilled to the steps \[1000\.0, 757\.0, 416\.6"
+    with pytest.raises(ValueError, match=f"steps 3 has {reason}"):
         clip_settings(pipe, steps=3)
-    with pytest.raises(ValueError, match=f"steps 9 has {listed}"):
+    with pytest.raises(ValueError, match=f"steps 9 has {reason}"):
         generate_videos(pipe, PROMPTS[:1], seeds=[1], size=SIZE, frames=FRAMES, steps=9, guidance=1.0)
-    with pytest.raises(ValueError, match=rf"flow shift 5\.0 has {listed}"):
+    with pytest.raises(ValueError, match=rf"flow shift 5\.0 has {reason}"):
         open_pipeline(folder, transformer=distilled, flow_shift=5.0)
     rising = changed(exported, tmp_path / "rising", step_list=(500.0, 757.0))
     with pytest.raises(ValueError, match=r"timesteps must be strictly decreasing .* got \[500\.0, 757\.0\]"):
@@ -416,8 +416,10 @@ def test_sample_writes_clips_and_what_made_them(folder, exported, tmp_path):
         "dense_steps": 1,
     }
     assert records["exported"]["step_list"] is None
-    kept = {name: record["attention"].get("transformer", {}) for name, record in records.items()}
-    assert {name: (found.get("topk"), found.get("num_tiles"), found.get("gates")) for name, found in kept.items()} == {
+    settings = {name: record["attention"].get("transformer", {}) for name, record in records.items()}
+    assert {
+        name: (values.get("topk"), values.get("num_tiles"), values.get("gates")) for name, values in settings.items()
+    } == {
         "dense": (None, None, None),
         "put_in": (3, TILES, []),
         "exported": ([3, 4], TILES, ["to_gate_compress"]),
@@ -428,8 +430,8 @@ def test_sample_writes_clips_and_what_made_them(folder, exported, tmp_path):
 
 
 def test_sample_takes_what_a_sparse_transformer_was_trained_with(folder, exported, tmp_path, capsys):
-    trained = dict(flow_shift=7.0, guidance_scale=2.5, dense_steps=1, dense_layers=(1,))
-    own = changed(exported, tmp_path / "own", **trained)
+    settings = dict(flow_shift=7.0, guidance_scale=2.5, dense_steps=1, dense_layers=(1,))
+    own = changed(exported, tmp_path / "own", **settings)
     shared = ["--pipeline", str(folder), "--transformer", str(own), "--prompt", "x", "--steps", "2", "--device", "cpu"]
     vsa_command("sample", *shared, "--out", str(tmp_path / "a"))
     record = json.loads((tmp_path / "a" / "samples.json").read_text())
@@ -439,8 +441,8 @@ def test_sample_takes_what_a_sparse_transformer_was_trained_with(folder, exporte
     assert record["attention"]["transformer"]["topk"] == [3, TILES]
     assert "was not trained on the clip's grid" not in capsys.readouterr().out
 
-    given = ["--size", "32", "64", "--frames", "9", "--guidance", "1", "--shift", "2"]
-    vsa_command("sample", *shared, *given, "--out", str(tmp_path / "b"))
+    options = ["--size", "32", "64", "--frames", "9", "--guidance", "1", "--shift", "2"]
+    vsa_command("sample", *shared, *options, "--out", str(tmp_path / "b"))
     record = json.loads((tmp_path / "b" / "samples.json").read_text())
     assert [record[name] for name in ("size", "frames", "guidance", "flow_shift")] == [[32, 64], 9, 1, 2]
     lines = [line for line in capsys.readouterr().out.splitlines() if "trained on" in line]
@@ -501,8 +503,12 @@ def test_sample_with_windows(folder, tmp_path):
     words = ["--method", "neighborhood window_thw=[2,3,2] stride_thw=[1,1,2]"]
     vsa_command("sample", "--pipeline", str(folder), "--prompt", "x", *SMALL, *words, "--out", str(tmp_path / "out"))
     record = json.loads((tmp_path / "out" / "samples.json").read_text())
-    told = record["attention"]["transformer"]
-    assert (told["method"], told["window_thw"], told["stride_thw"]) == ("NeighborhoodAttention", [2, 3, 2], [1, 1, 2])
+    description = record["attention"]["transformer"]
+    assert (description["method"], description["window_thw"], description["stride_thw"]) == (
+        "NeighborhoodAttention",
+        [2, 3, 2],
+        [1, 1, 2],
+    )
 
 
 def test_sample_refuses_a_wrong_source(folder, exported, tmp_path):

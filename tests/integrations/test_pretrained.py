@@ -78,10 +78,10 @@ def test_loaded_transformer_equals_our_model(tmp_path, fine_gate):
     assert len(list(folder.glob("*.safetensors"))) > 1
     transformer = load_sparse(folder)
     assert set(transformer.state_dict()) == set(model.state_dict())
-    found = transformer(*inputs()).sample
-    assert tiny.difference(found, model(*inputs(), topk=(4, 3))) < 1e-5
+    actual = transformer(*inputs()).sample
+    assert tiny.difference(actual, model(*inputs(), topk=(4, 3))) < 1e-5
     # control: top-k of the other layer
-    assert tiny.difference(found, model(*inputs(), topk=(3, 4))) > 1e-4
+    assert tiny.difference(actual, model(*inputs(), topk=(3, 4))) > 1e-4
     remove(transformer)
     base = {name: tensor for name, tensor in model.state_dict().items() if "to_gate_" not in name}
     assert {name: tensor.shape for name, tensor in transformer.state_dict().items()} == {
@@ -117,13 +117,13 @@ def test_budget_of_the_file_follows_step_progress_and_grid(exported):
     write_sparse_config(folder, config)
     transformer = load_sparse(folder)
     latents, _, text = inputs()
-    kept = []
+    topks = []
     for timestep in (1000.0, 900.0, 200.0):
-        found = transformer(latents, torch.full((2,), timestep), text).sample
-        kept.append(applied_attention(transformer).describe()["topk"])
-        topk = (12, 12) if len(kept) == 1 else (8, 12) if len(kept) == 2 else (4, 12)
-        assert tiny.difference(found, model(latents, torch.full((2,), timestep), text, topk=topk)) < 1e-5
-    assert kept == [12, [8, 12], [4, 12]]
+        actual = transformer(latents, torch.full((2,), timestep), text).sample
+        topks.append(applied_attention(transformer).describe()["topk"])
+        topk = (12, 12) if len(topks) == 1 else (8, 12) if len(topks) == 2 else (4, 12)
+        assert tiny.difference(actual, model(latents, torch.full((2,), timestep), text, topk=topk)) < 1e-5
+    assert topks == [12, [8, 12], [4, 12]]
     # half the tiles, half of the top-k
     transformer(latents[:, :, :2], torch.full((2,), 100.0), text)
     assert applied_attention(transformer).describe()["topk"] == [2, 6]
@@ -140,17 +140,17 @@ def test_windows_of_an_export_are_those_of_the_transformer(tmp_path):
     )
     folder = export_pretrained(model, tmp_path / "windows", sparse=config)
     transformer = load_sparse(folder, denoising={"dense_steps": 0})
-    found = transformer(*inputs()).sample
-    assert tiny.difference(found, model(*inputs())) < 1e-5
-    told = applied_attention(transformer).describe()
-    assert (told["window_thw"], told["causal_thw"]) == ([2, 4, 0.5], [True, False, False])
-    assert told["sparsity"] == 1 - model.blocks[0].method.pairs(layout, tiles) / 105**2
+    actual = transformer(*inputs()).sample
+    assert tiny.difference(actual, model(*inputs())) < 1e-5
+    description = applied_attention(transformer).describe()
+    assert (description["window_thw"], description["causal_thw"]) == ([2, 4, 0.5], [True, False, False])
+    assert description["sparsity"] == 1 - model.blocks[0].method.pairs(layout, tiles) / 105**2
     # the first step is dense, where the file says so, and so is the model without the method
     first = load_sparse(folder)(*inputs()).sample
     remove(transformer)
     assert tiny.difference(first, transformer(*inputs()).sample) < 1e-5
     # control
-    assert tiny.difference(first, found) > 1e-3
+    assert tiny.difference(first, actual) > 1e-3
     for options, message in (
         ({"topk": 2}, "neighborhood of .* selects no tiles, got sparsity=None and topk=2"),
         ({"denoising": {"refresh": 2}}, "denoising has refresh=2, but neighborhood selects no tiles"),

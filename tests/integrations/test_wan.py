@@ -63,8 +63,8 @@ def gradients(case: tiny.Case) -> dict[str, torch.Tensor]:
     latents = case.inputs["hidden_states"].clone().requires_grad_()
     out = case.run(hidden_states=latents)
     out.backward(tiny.randn(*out.shape, seed=5))
-    found = {name: p.grad.clone() for name, p in case.model.named_parameters()}
-    return {**found, "latents": latents.grad}
+    grads = {name: p.grad.clone() for name, p in case.model.named_parameters()}
+    return {**grads, "latents": latents.grad}
 
 
 @pytest.mark.parametrize("topk", [3, tiny.TILES])
@@ -79,9 +79,9 @@ def test_gradients_equal_those_of_the_model(topk, checkpointing):
         case.model.enable_gradient_checkpointing()
         case.model.train()
     apply(case.model, topk=topk, tile_thw=tiny.TILE)
-    found = gradients(case)
-    assert max(tiny.difference(found[name], expected[name]) for name in expected) < 1e-5
-    assert max(tiny.difference(found[name], other[name]) for name in expected) > 1e-3
+    actual = gradients(case)
+    assert max(tiny.difference(actual[name], expected[name]) for name in expected) < 1e-5
+    assert max(tiny.difference(actual[name], other[name]) for name in expected) > 1e-3
 
 
 @torch.no_grad()
@@ -154,9 +154,9 @@ def test_other_grids_follow():
     apply(case.model, sparsity=0.5, tile_thw=tiny.TILE)
     case.run()
     latents = tiny.randn(2, 4, 1, 8, 12, seed=4)
-    found = case.run(hidden_states=latents)
-    applied = applied_attention(case.model)
-    assert (applied.describe()["grid_thw"], applied.describe()["num_tiles"], applied.describe()["topk"]) == (
+    actual = case.run(hidden_states=latents)
+    attention = applied_attention(case.model)
+    assert (attention.describe()["grid_thw"], attention.describe()["num_tiles"], attention.describe()["topk"]) == (
         [1, 4, 6],
         4,
         2,
@@ -164,7 +164,7 @@ def test_other_grids_follow():
     remove(case.model)
     with masked_attention((1, 4, 6), tiny.TILE, 2):
         expected = case.run(hidden_states=latents)
-    assert tiny.difference(found, expected) < 1e-5
+    assert tiny.difference(actual, expected) < 1e-5
 
 
 @torch.no_grad()
@@ -189,20 +189,20 @@ def test_budgets_by_layer():
 def test_dense_steps_count_by_the_timestep():
     case = tiny.wan()
     apply(case.model, topk=3, tile_thw=tiny.TILE, dense_steps=2)
-    applied = applied_attention(case.model)
+    attention = applied_attention(case.model)
 
     def is_dense(timestep: float) -> bool:
         case.run(timestep=torch.full((2,), timestep))
-        return applied.describe()["topk"] == tiny.TILES
+        return attention.describe()["topk"] == tiny.TILES
 
     # each timestep twice, as classifier-free guidance does; then a second clip, and one that stops early
     assert [is_dense(t) for t in (1000, 1000, 800, 800, 500, 500, 10, 10)] == [True] * 4 + [False] * 4
     assert [is_dense(t) for t in (1000, 800, 500)] == [True, True, False]
     assert [is_dense(t) for t in (900, 700, 600)] == [True, True, False]
     # and what is called dense is dense
-    found = case.run(timestep=torch.full((2,), 999.0))
+    actual = case.run(timestep=torch.full((2,), 999.0))
     remove(case.model)
-    assert tiny.difference(found, case.run(timestep=torch.full((2,), 999.0))) < 1e-5
+    assert tiny.difference(actual, case.run(timestep=torch.full((2,), 999.0))) < 1e-5
 
 
 @torch.no_grad()
@@ -230,9 +230,9 @@ def test_bfloat16():
     inputs = {n: t.to(torch.bfloat16) if n != "timestep" else t for n, t in case.inputs.items()}
     expected = model(**inputs, return_dict=False)[0]
     apply(model, sparsity=0, tile_thw=tiny.TILE, gates="coarse")
-    found = model(**inputs, return_dict=False)[0]
-    assert found.dtype == torch.bfloat16
-    assert tiny.difference(found.float(), expected.float()) < 3e-2
+    actual = model(**inputs, return_dict=False)[0]
+    assert actual.dtype == torch.bfloat16
+    assert tiny.difference(actual.float(), expected.float()) < 3e-2
 
 
 WINDOW = {"window_thw": (3, 3, 3)}
@@ -280,7 +280,7 @@ def test_bad_options_are_refused_and_nothing_changes(options, message):
     before = dict(case.model.attn_processors)
     with pytest.raises(ValueError, match=message):
         apply(case.model, **options)
-    assert all(found is before[name] for name, found in case.model.attn_processors.items())
+    assert all(processor is before[name] for name, processor in case.model.attn_processors.items())
     assert applied_attention(case.model) is None
     assert not case.model._forward_pre_hooks
 
@@ -316,8 +316,8 @@ def test_misuse_is_refused():
         applied_attention(case.model).describe()
     with pytest.raises(ValueError, match="outside of the transformer's forward"):
         case.model.blocks[0].attn1(torch.zeros(1, 105, 32))
-    supported = "WanTransformer3DModel, LTXVideo.*, CogVideoX.*, HunyuanVideoTransformer3DModel, got Linear$"
-    with pytest.raises(ValueError, match=supported):
+    message = "WanTransformer3DModel, LTXVideo.*, CogVideoX.*, HunyuanVideoTransformer3DModel, got Linear$"
+    with pytest.raises(ValueError, match=message):
         apply(nn.Linear(2, 2), topk=2)
     remove(case.model)
     case.model.fuse_qkv_projections()

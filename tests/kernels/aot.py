@@ -89,21 +89,21 @@ def install(arch: int) -> list[Any]:
     if triton.knobs.runtime.interpret:
         raise SystemExit("kernels are interpreted: unset TRITON_INTERPRET")
     triton.runtime.driver.set_active(OfflineDriver(arch))  # type: ignore[arg-type]
-    asked = launch.capability
+    real = launch.capability
 
     def capability(device: torch.device) -> tuple[int, int]:
         return divmod(arch, 10)
 
     # files that imported the function by name hold it too
     for module in list(sys.modules.values()):
-        if getattr(module, "capability", None) is asked:
+        if getattr(module, "capability", None) is real:
             module.capability = capability  # type: ignore[attr-defined]
-    compiled: list[Any] = []
+    kernels: list[Any] = []
     compile_and_launch = JITFunction.run
 
     def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         kernel = compile_and_launch(self, *args, grid=grid, warmup=True, **kwargs)
-        compiled.append(kernel)
+        kernels.append(kernel)
         return kernel
 
     JITFunction.run = run  # type: ignore[method-assign]
@@ -115,7 +115,7 @@ def install(arch: int) -> list[Any]:
             return None
 
     launch._compiled = Forgetful()
-    return compiled
+    return kernels
 
 
 def record_of(label: str, arch: int, kernel: Any) -> Record:
@@ -151,10 +151,10 @@ def resources(cubin: bytes) -> tuple[int, int]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        done = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True)
-    found = re.search(r"REG:(\d+) STACK:(\d+) .*LOCAL:(\d+)", done.stdout)
-    assert found is not None, done.stdout
-    registers, stack, local = map(int, found.groups())
+        process = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True)
+    match = re.search(r"REG:(\d+) STACK:(\d+) .*LOCAL:(\d+)", process.stdout)
+    assert match is not None, process.stdout
+    registers, stack, local = map(int, match.groups())
     return registers, stack + local
 
 
@@ -242,8 +242,8 @@ def coarse(p: Problem) -> None:
     from vsa_kernels.block_sparse import triton_bwd, triton_fwd
 
     kv_heads, half = p.heads // p.group, p.dtype != "fp32"
-    for sized in (p, replace(p, num=64)):
-        q, k, v = (sized.means(heads) for heads in (p.heads, kv_heads, kv_heads))
+    for problem in (p, replace(p, num=64)):
+        q, k, v = (problem.means(heads) for heads in (p.heads, kv_heads, kv_heads))
         out, lse = triton_fwd.dense(q, k, v, 0.1, half=half)
         triton_bwd.dense(out, torch.empty_like(lse), lse, q, k, v, 0.1, half=half)
 
@@ -302,8 +302,8 @@ def residual_norm(p: Problem) -> None:
         for update, gate, weight in ((None, None, rows), (x, rows, rows[0, 0]), (x, None, rows)):
             total, norm, mean, rstd = triton_residual_norm.forward(x, update, gate, weight, weight, 1e-6)
             dtotal, factor = (None, x) if update is None else (x, total)
-            gated = None if gate is None else update
-            triton_residual_norm.backward(dtotal, norm, factor, gated, gate, weight, weight, mean, rstd)
+            gated_update = None if gate is None else update
+            triton_residual_norm.backward(dtotal, norm, factor, gated_update, gate, weight, weight, mean, rstd)
             # frozen parameters
             triton_residual_norm.backward(dtotal, norm, factor, None, gate, weight, None, mean, rstd)
 
@@ -329,11 +329,11 @@ def select(p: Problem, num_kv: int, topk: int, capacity: int) -> None:
     from vsa_kernels.selection import triton_topk
 
     scores = torch.empty(p.batch, p.heads, p.num, num_kv)
-    allowed = torch.empty(p.num, num_kv, dtype=torch.bool)
+    candidates = torch.empty(p.num, num_kv, dtype=torch.bool)
     rows = torch.empty(p.num, dtype=torch.int32)
     triton_topk.select(scores, topk, None, None, None, capacity)
-    triton_topk.select(scores, topk, None, allowed, None, capacity)
-    triton_topk.select(scores, None, rows, allowed, allowed, num_kv)
+    triton_topk.select(scores, topk, None, candidates, None, capacity)
+    triton_topk.select(scores, None, rows, candidates, candidates, num_kv)
 
 
 def select_by_share(p: Problem, num_kv: int) -> None:
@@ -375,8 +375,8 @@ def operator(p: Problem) -> None:
     for fine_gate in (None, gate):
         sizes = [x for b in (q_blocks, kv_blocks) for x in (b.offsets, b.max_size, b.min_size)]
         call = Call(q, k, v, gate, fine_gate, *sizes, topk=8, capacity=24, scale=0.1)
-        out, *saved = triton_op.forward(call)
-        triton_op.backward(out, Saved(*saved), call)
+        out, *saved_tensors = triton_op.forward(call)
+        triton_op.backward(out, Saved(*saved_tensors), call)
 
 
 def gathered(p: Problem) -> None:
@@ -440,8 +440,8 @@ def plan(name: str) -> Iterator[tuple[str, Callable[[], None]]]:
     elif name == "tuned":
         for dim, blocks in ((d, b) for d in (64, 128) for b in ((64, 64), (128, 64))):
             for even in (True, False):
-                sized = replace(tuned, head_dim=dim, blocks=blocks, even=even)
-                problems |= {sized: STAGES, replace(sized, masked=True): MASKED}
+                variant = replace(tuned, head_dim=dim, blocks=blocks, even=even)
+                problems |= {variant: STAGES, replace(variant, masked=True): MASKED}
         problems |= {replace(tuned, blocks=blocks): (gathered,) for blocks in ((128, 32), (16, 1))}
         problems[tuned] = (*STAGES, widest_selection)
     elif name == "dims":
@@ -481,20 +481,20 @@ def main() -> None:
     parser.add_argument("--plan", default="quick", help="quick, tuned, dims, fp16, fp32, shapes, annealing or toys")
     parser.add_argument("--only", default="", help="labels that contain this")
     args = parser.parse_args()
-    compiled = install(args.arch)
-    seen: set[str] = set()
+    kernels = install(args.arch)
+    hashes: set[str] = set()
     start = time.monotonic()
     for label, call in plan(args.plan):
         if args.only not in label:
             continue
-        compiled.clear()
+        kernels.clear()
         try:
             call()
         except Exception:
             print(json.dumps(asdict(Record(label=label, arch=args.arch, error=traceback.format_exc()))), flush=True)
-        for kernel in compiled:
-            if kernel.hash not in seen:
-                seen.add(kernel.hash)
+        for kernel in kernels:
+            if kernel.hash not in hashes:
+                hashes.add(kernel.hash)
                 print(json.dumps(asdict(record_of(label, args.arch, kernel))), flush=True)
     source = [] if args.plan == "toys" else sorted(kernels_in_source())
     print(json.dumps({"kernels": source, "seconds": time.monotonic() - start}), flush=True)

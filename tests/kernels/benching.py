@@ -9,7 +9,7 @@ def damaged(right, tamper):
     """An operator whose backend `gather` returns what `tamper` makes of its result."""
 
     def wrong(*args, **kwargs):
-        got = right(*args, **kwargs)
-        return tamper(got) if kwargs.get("backend", args[-1]) == "gather" else got
+        result = right(*args, **kwargs)
+        return tamper(result) if kwargs.get("backend", args[-1]) == "gather" else result
 
     return wrong

@@ -40,30 +40,30 @@ def compiled(arch: int, plan: str) -> tuple[list[dict[str, Any]], set[str]]:
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     env["PYTHONPATH"] = str(ROOT / "kernels")
     command = [sys.executable, str(Path(__file__).with_name("aot.py")), "--arch", str(arch), "--plan", plan]
-    done = subprocess.run(command, capture_output=True, text=True, env=env)
-    assert done.returncode == 0, done.stderr
-    *records, end = map(json.loads, done.stdout.splitlines())
+    process = subprocess.run(command, capture_output=True, text=True, env=env)
+    assert process.returncode == 0, process.stderr
+    *records, end = map(json.loads, process.stdout.splitlines())
     return records, set(end["kernels"])
 
 
 def spill_bound(record: dict[str, Any]) -> int:
     """Bytes of local memory that a thread may use."""
     constants = record["constants"]
-    accepted = ACCEPTED_SPILLS.get((record["kernel"], record["arch"]), 0)
+    accepted_bytes = ACCEPTED_SPILLS.get((record["kernel"], record["arch"]), 0)
     if not record["dots"]:
         # the frame of a called division
-        return max(accepted, 16)
+        return max(accepted_bytes, 16)
     if constants.get("PRECISION") == "ieee" and all(kind == "f32" for *_, kind in record["dots"]):
         # exact fp32 has no matrix instruction; it is for tests
         return 1024
-    tuned = record["arch"] == 90 and constants.get("D") in (64, 128)
+    is_tuned = record["arch"] == 90 and constants.get("D") in (64, 128)
     if constants.get("FINE"):
-        accepted = max(accepted, ACCEPTED_SPILLS_FINE[record["kernel"]])
+        accepted_bytes = max(accepted_bytes, ACCEPTED_SPILLS_FINE[record["kernel"]])
     if constants.get("FINE") and record["arch"] == 90 and constants["D"] > 128:
         # right, not fast: no model has such heads with fine masks yet
         return 512
     # elsewhere a few spilled registers cost less than the search for a better tile
-    return accepted if tuned else 128
+    return accepted_bytes if is_tuned else 128
 
 
 def violations(record: dict[str, Any]) -> list[str]:

@@ -64,9 +64,9 @@ def test_every_case_runs(bench, tmp_path, capsys, case):
     report = json.loads(out.read_text())
     assert {r["op"] for r in report["rows"]} == OPS[case]
     assert report["checks"]
-    printed = capsys.readouterr().out
-    assert all(line in printed for line in report["checks"])
-    assert all(f"| {name} |" in printed for name in OPS[case])
+    output = capsys.readouterr().out
+    assert all(line in output for line in report["checks"])
+    assert all(f"| {name} |" in output for name in OPS[case])
     if case == "coarse":
         *pieces, total = report["rows"]
         assert total["median_ms"] == pytest.approx(sum(r["median_ms"] for r in pieces), abs=1e-3)
@@ -93,14 +93,14 @@ def test_triton_runs(bench, checks, monkeypatch, capsys, case, lists, part):
     smaller = replace(bench.tiny, grid_thw=(2, 4, 4), heads=1, head_dim=16)
     monkeypatch.setattr(importlib.import_module("scripts.bench.problems"), "CPU_SHAPES", (smaller,))
     bench.main([case, "--shapes", "tiny", "--repeats", "1", "--backends", "triton", "--lists", lists])
-    printed = capsys.readouterr().out
-    assert f"| triton: {part} | backward |" in printed
+    output = capsys.readouterr().out
+    assert f"| triton: {part} | backward |" in output
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_wrong_result_stops_every_case(bench, checks, monkeypatch, tmp_path, capsys, case):
     if case == "fine":
-        monkeypatch.setattr(checks, "run", damaged(checks.run, lambda got: {**got, "dk": got["dk"] * 1.01}))
+        monkeypatch.setattr(checks, "run", damaged(checks.run, lambda result: {**result, "dk": result["dk"] * 1.01}))
         match = "gather is wrong, no speed is printed: dk"
     elif case == "layer":
         right = checks.Layer.attention
@@ -109,7 +109,9 @@ def test_a_wrong_result_stops_every_case(bench, checks, monkeypatch, tmp_path, c
         match = "layer on backend gather is wrong, no speed is printed: out"
     else:
         right = checks.coarse_fine_attn
-        monkeypatch.setattr(checks, "coarse_fine_attn", damaged(right, lambda got: got._replace(out=got.out * 1.001)))
+        monkeypatch.setattr(
+            checks, "coarse_fine_attn", damaged(right, lambda result: result._replace(out=result.out * 1.001))
+        )
         match = "operator on backend gather is wrong, no speed is printed: out"
     with pytest.raises(ValueError, match=match):
         bench.main([case, *FAST, "--out", str(tmp_path / "x.json")])
@@ -179,9 +181,9 @@ def test_wrong_gradients_of_a_block_are_noticed(bench, checks, monkeypatch, dtyp
     right = checks.Layer.results
 
     def wrong(layer):
-        got, name = right(layer), "gradient of attn2.to_v.weight"
+        results, name = right(layer), "gradient of attn2.to_v.weight"
         # not in the fp64 results
-        return got | ({} if layer.x.dtype == torch.float64 else {name: got[name] * 1.05})
+        return results | ({} if layer.x.dtype == torch.float64 else {name: results[name] * 1.05})
 
     monkeypatch.setattr(checks.Layer, "results", wrong)
     with pytest.raises(ValueError, match=r"gradient of attn2\.to_v\.weight is off by"):
@@ -236,22 +238,24 @@ def test_the_measured_problem_itself_is_checked(bench, checks, monkeypatch):
 def test_the_measured_operator_is_checked(bench, checks):
     p = _problem(bench.tiny)
     blocks = {"q_blocks": p.case.q_blocks, "kv_blocks": p.case.kv_blocks}
-    got = coarse_fine_attn(p.case.q, p.case.k, p.case.v, p.gate_coarse, p.gate_fine, **blocks, topk=2, backend="gather")
-    checks.check_measured_operator(p, got, "it")
+    result = coarse_fine_attn(
+        p.case.q, p.case.k, p.case.v, p.gate_coarse, p.gate_fine, **blocks, topk=2, backend="gather"
+    )
+    checks.check_measured_operator(p, result, "it")
     with pytest.raises(ValueError, match="output of query block"):
-        checks.check_measured_operator(p, got._replace(out=got.out - p.gate_coarse * 1e-2), "it")
+        checks.check_measured_operator(p, result._replace(out=result.out - p.gate_coarse * 1e-2), "it")
     # other lists, with the fine output that belongs to them
-    other = BlockIndex.from_dense(~got.index.to_dense(8))
+    other = BlockIndex.from_dense(~result.index.to_dense(8))
     other = replace(other, kv_indices=other.kv_indices[..., :2], kv_num_blocks=torch.full_like(other.kv_num_blocks, 2))
     fine = checks.block_sparse_attn(p.case.q, p.case.k, p.case.v, other, **blocks)[0]
     with pytest.raises(ValueError, match="does not list its best blocks"):
-        checks.check_measured_operator(p, got._replace(index=other, fine=fine), "it")
+        checks.check_measured_operator(p, result._replace(index=other, fine=fine), "it")
 
 
 def test_flops_count_real_pairs_and_whole_tiles(bench):
     problems, timing = (importlib.import_module(f"scripts.bench.{name}") for name in ("problems", "timing"))
-    ragged = replace(bench.tiny, grid_thw=(3, 4, 4))
-    p = _problem(ragged)
+    shape = replace(bench.tiny, grid_thw=(3, 4, 4))
+    p = _problem(shape)
     sizes, dense = p.case.kv_blocks.sizes, p.case.index.to_dense(8)
     pairs = int((dense * sizes[:, None] * sizes).sum())
     assert problems.pair_counts(p.case, "gather") == (pairs, int(dense.sum()) * 8 * 8)
@@ -284,10 +288,10 @@ def test_peers_get_the_same_problem(bench):
     peers = importlib.import_module("scripts.bench.peers")
     p = _problem(replace(bench.tiny, grid_thw=(3, 4, 4)))
     slots = peers.padded_slots(p)
-    padded = peers.pad(p.case.q, slots, p)
-    assert padded.shape == (1, 2, 64, 8)
-    assert torch.equal(padded.transpose(1, 2)[:, slots], p.case.q)
-    assert padded.count_nonzero() == p.case.q.count_nonzero()
+    padded_q = peers.pad(p.case.q, slots, p)
+    assert padded_q.shape == (1, 2, 64, 8)
+    assert torch.equal(padded_q.transpose(1, 2)[:, slots], p.case.q)
+    assert padded_q.count_nonzero() == p.case.q.count_nonzero()
     # FlexAttention's lists, in the format its mask wants
     wide = _problem(replace(bench.tiny, grid_thw=(8, 8, 8), tile_thw=(4, 4, 4), topk=4))
     indices, counts = peers.flex_lists(wide)
@@ -367,9 +371,9 @@ def test_elementwise_cases_run_and_a_wrong_operator_stops_them(
     tensors = 10 if case == "residual_norm" else 5
     assert both["share_of_copy"] == pytest.approx(tensors / 2 * copy["median_ms"] / both["median_ms"], abs=1e-3)
     assert both["gb_per_s"] == pytest.approx(tensors * 2 * 999 * 240 * 4 / both["median_ms"] / 1e6, abs=0.06)
-    printed = capsys.readouterr().out
-    assert f"{wrong} is noticed" in printed
-    assert f"| small | {shape} | float32 | eager | forward |" in printed
+    output = capsys.readouterr().out
+    assert f"{wrong} is noticed" in output
+    assert f"| small | {shape} | float32 | eager | forward |" in output
     if case == "residual_norm":
         name, damages = "ours", (lambda f: lambda x, update, gate, *rows, **kw: f(x, update, gate.abs(), *rows, **kw),)
     elif case == "norm_rope":
@@ -393,9 +397,9 @@ def test_elementwise_cases_run_and_a_wrong_operator_stops_them(
 
 def test_old_reports_still_print(bench, capsys):
     bench.main(["table", *map(str, sorted((ROOT / "benchmarks").glob("*.json")))])
-    printed = capsys.readouterr().out
-    assert "| 16k | 1 x 2 x 16384 x 64 | 64 | 87.5% | float32 | gather | forward |" in printed
-    assert "quickstart-2026-11-21.json: not a report" in printed
+    output = capsys.readouterr().out
+    assert "| 16k | 1 x 2 x 16384 x 64 | 64 | 87.5% | float32 | gather | forward |" in output
+    assert "quickstart-2026-11-21.json: not a report" in output
 
 
 @pytest.mark.parametrize(

@@ -33,22 +33,22 @@ def masks(monkeypatch):
 def test_every_tile_and_sparsity_is_timed(bench, masks, tmp_path, capsys):
     out = tmp_path / "report.json"
     bench.main(["fine_grained", "--repeats", "1", "--out", str(out)])
-    report, printed = json.loads(out.read_text()), capsys.readouterr().out
+    report, output = json.loads(out.read_text()), capsys.readouterr().out
     dense, *rows = report["rows"]
-    *rows, first, listed = rows
+    *rows, first, list_order = rows
     assert dense["op"] == "dense"
     tiles = [(m, n) for m in (64, 16) for n in (32, 16) for _ in range(4)]
     assert [(r["q_block"], r["block"]) for r in rows] == tiles
     assert [r["op"] for r in rows] == ["reference", "reference: planning"] * 8
-    assert [first["op"], listed["op"]] == [f"reference, skew 50%, {how}" for how in ("longest first", "as listed")]
+    assert [first["op"], list_order["op"]] == [f"reference, skew 50%, {how}" for how in ("longest first", "as listed")]
     for kernel, planning in zip(rows[::2], rows[1::2], strict=True):
         assert kernel["baseline"] == "dense"
         assert planning["speedup"] is None
         # groups compute the union of what their tiles keep, and whole tiles
         assert 1 - kernel["sparsity"] < kernel["computed"] == planning["computed"]
         assert kernel["share_of_bound"] == pytest.approx(kernel["speedup"] * kernel["computed"], abs=2e-3)
-    assert report["checks"][0] in printed
-    assert "| small | 1 x 2 x 150 x 16 | 64x32 |" in printed
+    assert report["checks"][0] in output
+    assert "| small | 1 x 2 x 150 x 16 | 64x32 |" in output
 
 
 def test_the_command_line_chooses_tiles_and_sparsities(bench, masks, tmp_path):
@@ -88,16 +88,16 @@ def test_lists_are_as_uneven_as_they_say(masks):
 def test_a_wrong_kernel_stops_the_case(bench, masks, monkeypatch, capsys):
     right = masks.gathered_attn
 
-    def damaged(q, *args, **kwargs):
+    def wrong(q, *args, **kwargs):
         out, lse = right(q, *args, **kwargs)
         return out * 1.001, lse
 
-    monkeypatch.setattr(masks, "gathered_attn", damaged)
+    monkeypatch.setattr(masks, "gathered_attn", wrong)
     with pytest.raises(ValueError, match="on backend reference is wrong, no speed is printed: out"):
         bench.main(["fine_grained", "--repeats", "1"])
     # of the measured problem alone
     monkeypatch.setattr(
-        masks, "gathered_attn", lambda q, *a, **how: (damaged if q.shape[1] == 150 else right)(q, *a, **how)
+        masks, "gathered_attn", lambda q, *a, **how: (wrong if q.shape[1] == 150 else right)(q, *a, **how)
     )
     with pytest.raises(ValueError, match=r"on backend reference: query block \d is off by"):
         bench.main(["fine_grained", "--repeats", "1"])

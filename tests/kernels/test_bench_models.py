@@ -28,7 +28,7 @@ DISTILL_PARTS = (
 def test_an_iteration_of_distillation_is_timed_in_parts_and_whole(bench, tmp_path, capsys):
     out = tmp_path / "report.json"
     bench.main(["distill", "--shapes", "tiny", "--repeats", "1", "--out", str(out)])
-    report, printed = json.loads(out.read_text()), capsys.readouterr().out
+    report, output = json.loads(out.read_text()), capsys.readouterr().out
     assert [r["op"] for r in report["rows"]] == [f"{name}: {p}" for name in ("dense", "gather") for p in DISTILL_PARTS]
     rows = {r["op"]: r for r in report["rows"]}
     for name in ("dense", "gather"):
@@ -42,7 +42,7 @@ def test_an_iteration_of_distillation_is_timed_in_parts_and_whole(bench, tmp_pat
     last = rows[f"gather: {DISTILL_PARTS[-1]}"]
     assert last["baseline"] == f"dense: {DISTILL_PARTS[-1]}"
     assert last["speedup"] == pytest.approx(rows[last["baseline"]]["median_ms"] / last["median_ms"], abs=1e-3)
-    assert f"eager, gather generator: iteration with generator update {_seconds(rows, 'gather')} s" in printed
+    assert f"eager, gather generator: iteration with generator update {_seconds(rows, 'gather')} s" in output
 
 
 def _seconds(rows, name: str) -> str:
@@ -61,18 +61,18 @@ def test_an_iteration_of_distillation_moves_what_it_trains(at_work):
     nets = at_work.networks
     before = {role: [p.detach().clone() for p in getattr(nets, role).parameters()] for role in ROLES}
 
-    def moved(role: str) -> list[bool]:
+    def changes(role: str) -> list[bool]:
         return [not torch.equal(a, b) for a, b in zip(before[role], getattr(nets, role).parameters(), strict=True)]
 
     at_work.check()
-    assert not any(moved("generator") + moved("fake_score"))
+    assert not any(changes("generator") + changes("fake_score"))
     # large steps, to tell the average from the weights
     for optimizer in at_work.optimizers.values():
         for group in optimizer.param_groups:
             group["lr"] = 0.1
     at_work.iteration(2)
-    assert all(moved("generator") + moved("fake_score"))
-    assert not any(moved("real_score"))
+    assert all(changes("generator") + changes("fake_score"))
+    assert not any(changes("real_score"))
     assert all(p.grad is None for role in before for p in getattr(nets, role).parameters())
     average = zip(at_work.average, before["generator"], nets.generator.parameters(), strict=True)
     assert all(torch.allclose(a, old + 0.02 * (new - old), rtol=0, atol=1e-6) for a, old, new in average)
@@ -91,8 +91,8 @@ def test_gradients_in_the_wrong_network_stop_the_case(bench, monkeypatch, capsys
     right = objective.generator_update
 
     def wrong(self, networks, *args, **kwargs):
-        scored = right(self, networks, *args, **kwargs)
-        return replace(scored, loss=tamper(scored.loss, networks))
+        result = right(self, networks, *args, **kwargs)
+        return replace(result, loss=tamper(result.loss, networks))
 
     monkeypatch.setattr(objective, "generator_update", wrong)
     with pytest.raises(ValueError, match=f"the generator's {message}"):
@@ -113,18 +113,18 @@ def test_denoising_is_compared_with_many_guided_steps(bench, denoise, monkeypatc
         monkeypatch.setitem(sys.modules, package, None)
     out = tmp_path / "report.json"
     bench.main(["denoise", *FAST, "--out", str(out)])
-    report, printed = json.loads(out.read_text()), capsys.readouterr().out
+    report, output = json.loads(out.read_text()), capsys.readouterr().out
     rows = {r["op"]: r for r in report["rows"]}
-    guided = "dense, 4 steps, guidance 5"
+    guided_op = "dense, 4 steps, guidance 5"
     forms = [f"dense, 1 step, guidance 5, {form}" for form in ("two forwards", "one forward of two")]
-    dense = [*forms, "dense, 3 steps", guided, "dense, 4 steps"]
+    dense = [*forms, "dense, 3 steps", guided_op, "dense, 4 steps"]
     assert list(rows) == [*dense, "gather, 3 steps", "gather, 4 steps, guidance 5"]
-    ratio = rows[guided]["median_ms"] / rows["gather, 3 steps"]["median_ms"]
+    ratio = rows[guided_op]["median_ms"] / rows["gather, 3 steps"]["median_ms"]
     assert rows["gather, 3 steps"]["speedup"] == pytest.approx(ratio, abs=1e-3)
     form = min(forms, key=lambda op: rows[op]["median_ms"]).rpartition(", ")[2]
-    assert f"faster than others by {ratio:.1f}x {guided}, {form} (the paper: 50.9x)" in printed
-    assert "Not measured: VAE decode in float32 at tiny: ModuleNotFoundError" in printed
-    assert "Not measured: text encoder, captions: 2 at tiny: ModuleNotFoundError" in printed
+    assert f"faster than others by {ratio:.1f}x {guided_op}, {form} (the paper: 50.9x)" in output
+    assert "Not measured: VAE decode in float32 at tiny: ModuleNotFoundError" in output
+    assert "Not measured: text encoder, captions: 2 at tiny: ModuleNotFoundError" in output
 
 
 def test_text_encoder_and_vae_are_added_to_both(bench, denoise, monkeypatch, tmp_path, capsys):
@@ -177,12 +177,12 @@ def test_what_is_denoised_is_what_the_samplers_make(bench, denoise, monkeypatch)
             steps=4, guidance=5.0, flow_shift=3.0, topk=8, latent_shape=tuple(clip.noise.shape[1:]),
             batch_size=1, text_padding="zeros",
         )  # fmt: skip
-        sampled = sample_latents(models["dense"], Captions(), ["a"], clip.seeds, settings)
+        samples = sample_latents(models["dense"], Captions(), ["a"], clip.seeds, settings)
     assert torch.allclose(apart, together, atol=1e-4)
-    assert torch.allclose(together, sampled, atol=1e-4)
+    assert torch.allclose(together, samples, atol=1e-4)
     # guidance is in it
     alone = clip.many_steps(clip.conditioned(models["dense"], 8), 4)
-    assert not torch.allclose(alone, sampled, atol=1e-2)
+    assert not torch.allclose(alone, samples, atol=1e-2)
 
 
 def test_a_generator_that_is_not_the_dense_model_stops_the_case(bench, denoise, monkeypatch, capsys):

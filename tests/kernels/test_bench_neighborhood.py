@@ -44,9 +44,9 @@ def test_neighborhood_runs_every_stride(bench, strides, tmp_path, capsys):
         # blocked attention is made of whole tiles
         assert (row["masked"] == 0) == (row["stride"] == "1x4x4")
         assert (row["tile_bound"] == 4) == (row["stride"] == "1x4x4")
-    printed = capsys.readouterr().out
-    assert "| gather, permuted, stride 1x4x4 | forward + backward |" in printed
-    assert "1x4x4: bound 4.00x by FLOPs, 4.00x by listed tiles, 0% of them with a fine mask" in printed
+    output = capsys.readouterr().out
+    assert "| gather, permuted, stride 1x4x4 | forward + backward |" in output
+    assert "1x4x4: bound 4.00x by FLOPs, 4.00x by listed tiles, 0% of them with a fine mask" in output
 
 
 def test_neighborhood_of_the_command_line(bench, strides, tmp_path, capsys):
@@ -99,14 +99,14 @@ def test_a_schedule_is_the_mean_of_its_steps(bench, tmp_path, capsys):
     assert ms["gather, mean, reordered in each"] == pytest.approx(mean + ms["reorder of q, k, v, out"], abs=1e-3)
     assert rows["gather, mean of the sparse steps"]["sparsity"] == pytest.approx(1 - 50 / 38 / 8)
     assert rows["gather, mean of the sparse steps"]["baseline"] == "dense"
-    printed = capsys.readouterr().out
+    output = capsys.readouterr().out
     assert (
-        "tiny: 38 of 50 steps are sparse, 83.55% in the mean: bound 6.08x by listed blocks; 3 of them select" in printed
+        "tiny: 38 of 50 steps are sparse, 83.55% in the mean: bound 6.08x by listed blocks; 3 of them select" in output
     )
 
 
 def test_a_wrong_neighborhood_stops_its_case(bench, checks, strides, monkeypatch, capsys):
-    monkeypatch.setattr(strides, "run", damaged(strides.run, lambda got: {**got, "dq": got["dq"] * 1.01}))
+    monkeypatch.setattr(strides, "run", damaged(strides.run, lambda results: {**results, "dq": results["dq"] * 1.01}))
     with pytest.raises(ValueError, match="backend gather is wrong, no speed is printed: dq"):
         bench.main(["neighborhood", "--repeats", "1"])
     monkeypatch.setattr(checks, "assert_within_budget", lambda *a: None)
@@ -137,6 +137,6 @@ def test_the_measured_neighborhood_is_checked(bench, strides, monkeypatch):
             strides.check_windows(p, p.case(stride), stride, "gather")
     monkeypatch.setattr(strides, "block_sparse_attn", right)
     # tokens brought back in another order
-    shifted = replace(p, tiles=replace(p.tiles, inverse=p.tiles.inverse.roll(1)))
+    shifted_problem = replace(p, tiles=replace(p.tiles, inverse=p.tiles.inverse.roll(1)))
     with pytest.raises(ValueError, match="out is off by"):
-        strides.check_windows(shifted, p.case(stride), stride, "gather")
+        strides.check_windows(shifted_problem, p.case(stride), stride, "gather")

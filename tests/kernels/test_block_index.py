@@ -29,8 +29,8 @@ def test_index_and_dense_mask_are_inverse(seed):
     index = BlockIndex.from_dense(mask)
     assert torch.equal(index.to_dense(7), mask)
     for row, count in zip(index.kv_indices.view(-1, 7), index.kv_num_blocks.view(-1), strict=True):
-        kept = row[: int(count)]
-        assert torch.equal(kept, kept.sort().values)
+        indices = row[: int(count)]
+        assert torch.equal(indices, indices.sort().values)
 
 
 @given(st.integers(0, 1 << 16), st.sampled_from([0.0, 0.1, 0.5, 1.0]))
@@ -55,8 +55,8 @@ def test_a_tensor_with_neighbouring_entries_is_not_copied():
 
 def test_a_view_is_copied_once_however_often_it_is_expanded():
     x = torch.arange(24, dtype=torch.int32).view(1, 1, 4, 6)
-    for strided in (x[..., ::2], x.transpose(2, 3)):
-        wide = strided.expand(2, 5, -1, -1)
+    for view in (x[..., ::2], x.transpose(2, 3)):
+        wide = view.expand(2, 5, -1, -1)
         index = BlockIndex(kv_indices=wide, kv_num_blocks=wide[..., 0])
         assert torch.equal(index.kv_indices, wide)
         assert index.kv_indices.stride()[:2] == (0, 0)

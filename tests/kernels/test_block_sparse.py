@@ -49,19 +49,19 @@ def cases(draw) -> Case:
 def test_both_backends_are_the_dense_masked_softmax(case):
     exact = define(case)
     for backend in BACKENDS:
-        got = run(case, backend)
+        actual = run(case, backend)
         for name in NAMES:
-            torch.testing.assert_close(got[name], exact[name], rtol=1e-9, atol=1e-10, msg=f"{backend} {name}")
+            torch.testing.assert_close(actual[name], exact[name], rtol=1e-9, atol=1e-10, msg=f"{backend} {name}")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("fine", [False, True], ids=["plain", "fine"])
 def test_error_stays_in_the_budget_of_the_dtype(dtype, fine, device):
     case = make_case(**RAGGED, head_dim=32, fine=fine, kv_valid=fine, dtype=dtype, device=device)
-    exact, plain, got = define(case), run(case, "reference"), run(case, "gather")
+    exact, plain, actual = define(case), run(case, "reference"), run(case, "gather")
     for name in NAMES:
-        assert got[name].dtype == (torch.float32 if name == "lse" else dtype)
-        assert_within_budget(got[name], plain[name], exact[name], name)
+        assert actual[name].dtype == (torch.float32 if name == "lse" else dtype)
+        assert_within_budget(actual[name], plain[name], exact[name], name)
 
 
 def _drop_a_block(case: Case) -> Case:
@@ -71,10 +71,10 @@ def _drop_a_block(case: Case) -> Case:
 
 
 def _swap_an_index(case: Case) -> Case:
-    listed = case.index.to_dense(case.kv_blocks.num)
-    row = next(r for r in range(case.q_blocks.num) if 0 < int(listed[0, 0, r].sum()) < case.kv_blocks.num)
+    mask = case.index.to_dense(case.kv_blocks.num)
+    row = next(r for r in range(case.q_blocks.num) if 0 < int(mask[0, 0, r].sum()) < case.kv_blocks.num)
     indices = case.index.kv_indices.clone()
-    indices[0, 0, row, 0] = (~listed[0, 0, row]).nonzero()[0, 0]
+    indices[0, 0, row, 0] = (~mask[0, 0, row]).nonzero()[0, 0]
     return replace(case, index=replace(case.index, kv_indices=indices))
 
 
@@ -107,10 +107,10 @@ def test_gradcheck(backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_scale_of_0_takes_the_mean(backend, device):
     case = replace(make_case(**RAGGED, fine=True, dtype=torch.float64, device=device), scale=0.0)
-    exact, got = define(case), run(case, backend)
+    exact, actual = define(case), run(case, backend)
     for name in NAMES:
-        torch.testing.assert_close(got[name], exact[name], rtol=1e-12, atol=1e-12, msg=f"{backend} {name}")
-    assert torch.allclose(got["lse"].exp(), expand_mask(case).sum(-1).to(got["lse"]))
+        torch.testing.assert_close(actual[name], exact[name], rtol=1e-12, atol=1e-12, msg=f"{backend} {name}")
+    assert torch.allclose(actual["lse"].exp(), expand_mask(case).sum(-1).to(actual["lse"]))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -124,10 +124,10 @@ def test_every_block_listed_is_dense_attention(backend, device):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_rows_without_blocks(backend, device):
     case = make_case([3, 4], [5, 2], batch=2, heads=2, density=0.0, device=device)
-    got = run(case, backend)
-    assert (got["out"] == 0).all()
-    assert (got["lse"] == -torch.inf).all()
-    assert all((got[name] == 0).all() for name in ("dq", "dk", "dv"))
+    actual = run(case, backend)
+    assert (actual["out"] == 0).all()
+    assert (actual["lse"] == -torch.inf).all()
+    assert all((actual[name] == 0).all() for name in ("dq", "dk", "dv"))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -137,20 +137,20 @@ def test_an_undefined_lse_gradient_of_an_empty_row_stays_there(backend, device):
     case = replace(case, index=replace(case.index, kv_num_blocks=counts))
     clean = run(case, backend)
     # what autograd of logaddexp(-inf, -inf) hands back
-    poisoned = case.dlse.clone()
-    poisoned[..., :3] = torch.nan
-    got = run(replace(case, dlse=poisoned), backend)
+    dlse = case.dlse.clone()
+    dlse[..., :3] = torch.nan
+    actual = run(replace(case, dlse=dlse), backend)
     for name in NAMES:
-        assert torch.equal(got[name], clean[name])
+        assert torch.equal(actual[name], clean[name])
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_unselected_blocks_get_exactly_zero_gradient(backend, device):
     case = make_case([4] * 3, [4] * 4, heads=2, kv_heads=1, density=1.0, device=device)
-    listed = torch.tensor([True, False, True, False], device=device).expand(1, 1, 3, 4)
-    got = run(replace(case, index=BlockIndex.from_dense(listed)), backend)
+    mask = torch.tensor([True, False, True, False], device=device).expand(1, 1, 3, 4)
+    actual = run(replace(case, index=BlockIndex.from_dense(mask)), backend)
     for name in ("dk", "dv"):
-        blocks = got[name].view(4, -1)
+        blocks = actual[name].view(4, -1)
         assert (blocks[1::2] == 0).all()
         assert (blocks[::2] != 0).any(-1).all()
 
@@ -161,19 +161,19 @@ def test_nan_reaches_only_the_rows_that_select_its_block(device):
     bad_block = slice(5, 9)
     k, v = case.k.clone(), case.v.clone()
     k[:, bad_block, 0], v[:, bad_block, 0] = torch.nan, torch.nan
-    got = run(replace(case, k=k, v=v), "gather")
-    reached = expand_mask(case)[..., bad_block].any(-1).to(device)
-    assert reached[:, 0].any()
-    assert not reached[:, 0].all()
-    reached[:, 1] = False
-    assert torch.equal(got["lse"].isnan(), reached)
-    assert torch.equal(got["out"].isnan().all(-1).transpose(1, 2), reached)
-    assert torch.equal(got["dq"].isnan().any(-1).transpose(1, 2), reached)
-    untouched = ~reached
-    torch.testing.assert_close(got["lse"][untouched], exact["lse"][untouched].float(), rtol=1e-5, atol=1e-5)
+    actual = run(replace(case, k=k, v=v), "gather")
+    nan_queries = expand_mask(case)[..., bad_block].any(-1).to(device)
+    assert nan_queries[:, 0].any()
+    assert not nan_queries[:, 0].all()
+    nan_queries[:, 1] = False
+    assert torch.equal(actual["lse"].isnan(), nan_queries)
+    assert torch.equal(actual["out"].isnan().all(-1).transpose(1, 2), nan_queries)
+    assert torch.equal(actual["dq"].isnan().any(-1).transpose(1, 2), nan_queries)
+    clean_queries = ~nan_queries
+    torch.testing.assert_close(actual["lse"][clean_queries], exact["lse"][clean_queries].float(), rtol=1e-5, atol=1e-5)
     # the other head never saw it
     for name in ("dk", "dv"):
-        assert not got[name][:, :, 1].isnan().any()
+        assert not actual[name][:, :, 1].isnan().any()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -184,21 +184,21 @@ def test_tokens_past_kv_valid_may_hold_anything(backend, device):
     place = torch.arange(len(block), device=device) - case.kv_blocks.offsets[block]
     missing = place >= case.kv_valid[:, block]
     k, v = (x.masked_fill(missing[..., None, None], torch.nan) for x in (case.k, case.v))
-    clean, got = run(case, backend), run(replace(case, k=k, v=v), backend)
+    clean, actual = run(case, backend), run(replace(case, k=k, v=v), backend)
     for name in NAMES:
-        assert torch.equal(got[name], clean[name])
-    assert (got["dk"][missing] == 0).all()
+        assert torch.equal(actual[name], clean[name])
+    assert (actual["dk"][missing] == 0).all()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_large_logits(backend, device):
     case = make_case(**RAGGED, device=device)
     case = replace(case, q=case.q * 100, k=case.k * 100)
-    exact, got = define(case), run(case, backend)
+    exact, actual = define(case), run(case, backend)
     assert exact["lse"][exact["lse"].isfinite()].abs().max() > 1e4
-    torch.testing.assert_close(got["out"].double(), exact["out"], rtol=1e-2, atol=1e-2)
-    torch.testing.assert_close(got["lse"].double(), exact["lse"], rtol=1e-5, atol=1e-2)
-    assert all(got[name].isfinite().all() for name in ("dq", "dk", "dv"))
+    torch.testing.assert_close(actual["out"].double(), exact["out"], rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(actual["lse"].double(), exact["lse"], rtol=1e-5, atol=1e-2)
+    assert all(actual[name].isfinite().all() for name in ("dq", "dk", "dv"))
 
 
 def _wrong_gradients(case: Case, backend: str) -> dict[str, dict[str, torch.Tensor]]:
@@ -207,13 +207,13 @@ def _wrong_gradients(case: Case, backend: str) -> dict[str, dict[str, torch.Tens
     mask = BlockMask(index=case.index, q_blocks=case.q_blocks, kv_blocks=case.kv_blocks, kv_valid=None)
     args = (case.q, case.k, case.v, *mask.flatten(), dim**-0.5, backend)
     out, lse = block_sparse_fwd(*args)
-    rounded = block_sparse_bwd(case.dout, case.dlse, out, lse.to(torch.bfloat16).float(), *args)
+    grads = block_sparse_bwd(case.dout, case.dlse, out, lse.to(torch.bfloat16).float(), *args)
     # the scale multiplied into q, as a kernel may be tempted to
     factor = 1.44 * dim**-0.5
-    scaled = run(replace(case, q=(case.q * factor).to(torch.bfloat16).to(case.q.dtype), scale=1 / 1.44), backend)
-    scaled["dq"] = scaled["dq"] * factor
+    results = run(replace(case, q=(case.q * factor).to(torch.bfloat16).to(case.q.dtype), scale=1 / 1.44), backend)
+    results["dq"] = results["dq"] * factor
     names = ("dq", "dk", "dv")
-    return {"lse": dict(zip(names, rounded, strict=True)), "scale": {name: scaled[name] for name in names}}
+    return {"lse": dict(zip(names, grads, strict=True)), "scale": {name: results[name] for name in names}}
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
@@ -222,11 +222,11 @@ def test_backward_of_large_activations(head_dim, device):
     sides = {"heads": 2, "kv_heads": 1, "head_dim": head_dim, "density": 0.8, "dtype": torch.bfloat16}
     case = make_case([64, 40, 64], [64, 64, 21], **sides, device=device)
     case = replace(case, q=case.q * 30, k=case.k * 30)
-    exact, plain, got, terms = define(case), run(case, "reference"), run(case, "gather"), summed_terms(case)
+    exact, plain, actual, terms = define(case), run(case, "reference"), run(case, "gather"), summed_terms(case)
     assert exact["lse"].abs().max() > 2000
     eps = torch.finfo(torch.bfloat16).eps
     for name in NAMES:
-        assert_within_budget(got[name], plain[name], exact[name], name, terms[name])
+        assert_within_budget(actual[name], plain[name], exact[name], name, terms[name])
         if name != "lse":
             # the reference has no other to compare with: what it sums is rounded once before and once after
             assert (plain[name] - exact[name]).abs().max() <= eps * terms[name], name
@@ -267,10 +267,10 @@ def test_permuting_kv_blocks_changes_nothing(backend, device):
     order = torch.randperm(6, generator=torch.Generator().manual_seed(0)).to(device)
     k, v = (x.unflatten(1, (6, 5))[:, order].flatten(1, 2) for x in (case.k, case.v))
     index = BlockIndex.from_dense(case.index.to_dense(6)[..., order])
-    got, want = run(replace(case, k=k, v=v, index=index), backend), run(case, backend)
-    torch.testing.assert_close(got["out"], want["out"])
-    torch.testing.assert_close(got["dq"], want["dq"])
-    torch.testing.assert_close(got["dk"], want["dk"].unflatten(1, (6, 5))[:, order].flatten(1, 2))
+    actual, expected = run(replace(case, k=k, v=v, index=index), backend), run(case, backend)
+    torch.testing.assert_close(actual["out"], expected["out"])
+    torch.testing.assert_close(actual["dq"], expected["dq"])
+    torch.testing.assert_close(actual["dk"], expected["dk"].unflatten(1, (6, 5))[:, order].flatten(1, 2))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -280,9 +280,9 @@ def test_permuting_query_blocks_permutes_the_output(backend, device):
     q, dout = (x.unflatten(1, (4, 3))[:, order].flatten(1, 2) for x in (case.q, case.dout))
     dlse = case.dlse.unflatten(2, (4, 3))[:, :, order].flatten(2, 3)
     index = BlockIndex.from_dense(case.index.to_dense(6)[:, :, order])
-    got, want = run(replace(case, q=q, dout=dout, dlse=dlse, index=index), backend), run(case, backend)
-    torch.testing.assert_close(got["out"], want["out"].unflatten(1, (4, 3))[:, order].flatten(1, 2))
-    torch.testing.assert_close(got["dv"], want["dv"])
+    actual, expected = run(replace(case, q=q, dout=dout, dlse=dlse, index=index), backend), run(case, backend)
+    torch.testing.assert_close(actual["out"], expected["out"].unflatten(1, (4, 3))[:, order].flatten(1, 2))
+    torch.testing.assert_close(actual["dv"], expected["dv"])
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -293,10 +293,10 @@ def test_parts_over_disjoint_blocks_merge_by_their_lse(backend, device):
     blocks = dict(q_blocks=case.q_blocks, kv_blocks=case.kv_blocks, backend=backend)
     parts = [block_sparse_attn(q, k, v, BlockIndex.from_dense(m), **blocks) for m in (first, ~first)]
     share = torch.softmax(torch.stack([lse for _, lse in parts]), 0).transpose(2, 3)[..., None]
-    merged = share[0] * parts[0][0] + share[1] * parts[1][0]
-    grads = torch.autograd.grad(merged, (q, k, v), case.dout)
+    out = share[0] * parts[0][0] + share[1] * parts[1][0]
+    grads = torch.autograd.grad(out, (q, k, v), case.dout)
     whole = run(replace(case, dlse=torch.zeros_like(case.dlse)), backend)
-    torch.testing.assert_close(merged, whole["out"])
+    torch.testing.assert_close(out, whole["out"])
     for name, grad in zip(("dq", "dk", "dv"), grads, strict=True):
         torch.testing.assert_close(grad, whole[name])
 
@@ -337,20 +337,20 @@ def test_known_bounds_change_nothing(device):
     indices = torch.cat([indices[..., :3].sort(-1).values, indices[..., 3:]], -1).int().to(device)
     counts = torch.full((1, 2, 5), 3, dtype=torch.int32, device=device)
     index = BlockIndex(kv_indices=indices, kv_num_blocks=counts)
-    want = run(replace(case, index=index), "gather")
+    expected = run(replace(case, index=index), "gather")
     for bounds in ({"max_blocks": 3, "min_blocks": 3}, {"max_blocks": 5, "min_blocks": 0}):
-        got = run(replace(case, index=replace(index, **bounds)), "gather")
+        actual = run(replace(case, index=replace(index, **bounds)), "gather")
         for name in NAMES:
-            torch.testing.assert_close(got[name], want[name], rtol=1e-6, atol=1e-6)
+            torch.testing.assert_close(actual[name], expected[name], rtol=1e-6, atol=1e-6)
 
 
 def test_chunks_do_not_change_the_result(monkeypatch):
     case = make_case([4, 3, 4, 2, 4], [4] * 6, batch=2, heads=2, kv_heads=1, dtype=torch.float64)
-    want = run(case, "gather")
+    expected = run(case, "gather")
     monkeypatch.setattr("vsa_kernels.block_sparse.gather._CHUNK_BYTES_CPU", 1)
-    got = run(case, "gather")
+    actual = run(case, "gather")
     for name in NAMES:
-        torch.testing.assert_close(got[name], want[name])
+        torch.testing.assert_close(actual[name], expected[name])
 
 
 def test_extra_memory_is_bounded():
@@ -370,15 +370,15 @@ def test_extra_memory_is_bounded():
 
     case = make_case([16] * 128, [16] * 128, density=0.25, dtype=torch.float32)
     mask = BlockMask(index=case.index, q_blocks=case.q_blocks, kv_blocks=case.kv_blocks, kv_valid=None)
-    used = {}
+    peak_bytes = {}
     for backend in (reference, gather):
         with Largest() as largest:
             out, lse = backend.forward(case.q, case.k, case.v, mask, 0.25)
             delta = (case.dout * out).sum(-1).transpose(1, 2)
             backend.backward(case.dout, delta, lse, case.q, case.k, case.v, mask, 0.25)
-        used[backend] = largest.bytes
-    assert used[reference] == 4 * 2048 * 2048
-    assert used[gather] <= gather._CHUNK_BYTES_CPU
+        peak_bytes[backend] = largest.bytes
+    assert peak_bytes[reference] == 4 * 2048 * 2048
+    assert peak_bytes[gather] <= gather._CHUNK_BYTES_CPU
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -388,8 +388,8 @@ def test_only_the_output_may_be_used(backend):
     blocks = dict(q_blocks=case.q_blocks, kv_blocks=case.kv_blocks, backend=backend)
     out, _ = block_sparse_attn(q, case.k, case.v, case.index, **blocks)
     (dq,) = torch.autograd.grad(out, q, case.dout)
-    want = run(replace(case, dlse=torch.zeros_like(case.dlse)), backend)["dq"]
-    torch.testing.assert_close(dq, want)
+    expected = run(replace(case, dlse=torch.zeros_like(case.dlse)), backend)["dq"]
+    torch.testing.assert_close(dq, expected)
 
 
 def _with_index(**changes):

@@ -94,8 +94,8 @@ def test_an_empty_batch_gives_empty_results(sizes, device):
             assert torch.autograd.grad(means.sum(), x)[0].shape == x.shape
             mask = torch.ones(2, 2, dtype=torch.bool, device=device)
             scores = torch.zeros(0, 2, 2, 2, device=device)
-            chosen = select_topk(scores, 1, candidates=mask, always=mask, backend=backend)
-            assert chosen.kv_num_blocks.shape == (0, 2, 2)
+            selection = select_topk(scores, 1, candidates=mask, always=mask, backend=backend)
+            assert selection.kv_num_blocks.shape == (0, 2, 2)
 
 
 def test_an_empty_batch_launches_nothing(device):
@@ -104,10 +104,10 @@ def test_an_empty_batch_launches_nothing(device):
     sizes = (blocks.offsets, 4, 2)
     x = torch.randn(0, 6, 2, 16, device=device)
     arguments = (x, x, x, x, x, *sizes, *sizes, 1, 2, 0.3)
-    out, *saved = coarse_fine_fwd(*arguments)
+    out, *saved_tensors = coarse_fine_fwd(*arguments)
     assert out.shape == x.shape
-    assert [tuple(s.shape) for s in saved[3:6]] == [(0, 2, 2), (0, 2, 2, 2), (0, 2, 2)]
-    grads = coarse_fine_bwd(x, *saved, *arguments)
+    assert [tuple(s.shape) for s in saved_tensors[3:6]] == [(0, 2, 2), (0, 2, 2, 2), (0, 2, 2)]
+    grads = coarse_fine_bwd(x, *saved_tensors, *arguments)
     assert [tuple(g.shape) for g in grads] == [(0, 6, 2, 16)] * 5
 
 

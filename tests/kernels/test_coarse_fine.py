@@ -135,8 +135,8 @@ def exchange(kept: Tensor) -> Tensor:
     """The selection of the first row with one block exchanged for one that it does not list."""
     wrong = kept.clone()
     row = wrong[0, 0, 0]
-    listed, left = int(row.int().argmax()), int(row.int().argmin())
-    row[listed], row[left] = False, True
+    listed_block, other_block = int(row.int().argmax()), int(row.int().argmin())
+    row[listed_block], row[other_block] = False, True
     return wrong
 
 
@@ -146,24 +146,24 @@ def test_triton_equals_the_definition(name, triton_device):
     inputs = problem.leaves()
     result = run(problem, "triton", inputs)
     actual = gradients(problem, result.out, inputs)
-    kept = result.index.to_dense(len(problem.kv_sizes))
-    exact, scores = define(problem, kept)
+    selection = result.index.to_dense(len(problem.kv_sizes))
+    exact, scores = define(problem, selection)
     tolerance = 1e-5 if problem.dout.dtype == torch.float32 else 4e-3 * float(scores.abs().max())
-    assert_chosen(kept, scores, problem.topk, tolerance)
-    listed = result.index.kv_indices[..., : min(problem.topk, len(problem.kv_sizes))]
-    assert (listed.diff(dim=-1) > 0).all()
+    assert_chosen(selection, scores, problem.topk, tolerance)
+    indices = result.index.kv_indices[..., : min(problem.topk, len(problem.kv_sizes))]
+    assert (indices.diff(dim=-1) > 0).all()
     plain = compose(problem, result.index)
     for key, value in exact.items():
         assert_within_budget(actual[key], plain[key], value, key)
     # controls: the same tolerances refuse a gradient without the coarse stage's share, and another block
-    unshared, _ = define(problem, kept, share=False)
+    control, _ = define(problem, selection, share=False)
     for key in ("dq", "dk", "dv"):
         with pytest.raises(AssertionError, match=key):
-            assert_within_budget(unshared[key].to(actual[key]), plain[key], exact[key], key)
-    if not kept.all():
+            assert_within_budget(control[key].to(actual[key]), plain[key], exact[key], key)
+    if not selection.all():
         with pytest.raises(AssertionError):
-            assert_chosen(exchange(kept), scores, problem.topk, tolerance)
-        wrong = define(problem, exchange(kept))[0]["out"].to(actual["out"])
+            assert_chosen(exchange(selection), scores, problem.topk, tolerance)
+        wrong = define(problem, exchange(selection))[0]["out"].to(actual["out"])
         with pytest.raises(AssertionError, match="out"):
             assert_within_budget(wrong, plain["out"], exact["out"], "out")
 
@@ -174,23 +174,25 @@ def test_composition_equals_the_definition(name, backend):
     problem = CASES[name](dtype=torch.float64)
     inputs = problem.leaves()
     result = run(problem, backend, inputs)
-    kept = result.index.to_dense(len(problem.kv_sizes))
-    exact, scores = define(problem, kept)
-    assert_chosen(kept, scores, problem.topk, 0)
+    selection = result.index.to_dense(len(problem.kv_sizes))
+    exact, scores = define(problem, selection)
+    assert_chosen(selection, scores, problem.topk, 0)
     for key, value in gradients(problem, result.out, inputs).items():
         torch.testing.assert_close(value, exact[key], atol=1e-11, rtol=1e-11, msg=key)
-    unshared, _ = define(problem, kept, share=False)
-    assert (exact["dk"] - unshared["dk"]).abs().max() > 1e-3
+    control, _ = define(problem, selection, share=False)
+    assert (exact["dk"] - control["dk"]).abs().max() > 1e-3
 
 
 def test_a_scale_of_0_takes_means(triton_device):
     problem = CASES["all"](device=triton_device)
     q, k, v, gate_coarse, gate_fine = problem.inputs
-    got = coarse_fine_attn(q, k, v, gate_coarse, gate_fine, **problem.blocks, topk=3, scale=0.0, backend="triton").out
+    actual = coarse_fine_attn(
+        q, k, v, gate_coarse, gate_fine, **problem.blocks, topk=3, scale=0.0, backend="triton"
+    ).out
     values = v.float().repeat_interleave(2, 2)
     means = torch.stack([part.mean(1) for part in values.split(problem.kv_sizes, 1)]).mean(0)
     expected = gate_coarse.float() * means[:, None] + gate_fine.float() * values.mean(1, keepdim=True)
-    torch.testing.assert_close(got.float(), expected, rtol=0, atol=1e-5 if got.dtype == torch.float32 else 0.05)
+    torch.testing.assert_close(actual.float(), expected, rtol=0, atol=1e-5 if actual.dtype == torch.float32 else 0.05)
 
 
 def test_scores_in_several_chunks(triton_device, monkeypatch):
@@ -233,16 +235,16 @@ def test_gates(sizes, gated, triton_device):
     close(triton_gate.combine(fine, coarse, gate_coarse, gate_fine, blocks).double(), exact)
     for dout in (permuted(problem.dout), problem.dout[:, :1, :1, :1].expand_as(fine)):
         grads = torch.autograd.grad(exact, leaves, dout.double(), retain_graph=True)
-        got = triton_gate.combine_backward(dout, fine, coarse, gate_coarse, gate_fine, blocks)
-        wanted = [grads[0], grads[1], grads[2], *([grads[3]] if gated else [])]
-        mine = [got.dfine, got.dcoarse, got.dgate_coarse, *([got.dgate_fine] if gated else [])]
-        for a, b in zip(mine, wanted, strict=True):
+        actual = triton_gate.combine_backward(dout, fine, coarse, gate_coarse, gate_fine, blocks)
+        expected = [grads[0], grads[1], grads[2], *([grads[3]] if gated else [])]
+        mine = [actual.dfine, actual.dcoarse, actual.dgate_coarse, *([actual.dgate_fine] if gated else [])]
+        for a, b in zip(mine, expected, strict=True):
             close(a.double(), b)
-        delta = (got.dfine.double() * fine.double()).sum(-1).transpose(1, 2)
-        torch.testing.assert_close(got.delta.double(), delta, atol=1e-4, rtol=1e-4)
-        delta = (got.dcoarse.double() * coarse.double()).sum(-1).transpose(1, 2)
-        torch.testing.assert_close(got.delta_coarse.double(), delta, atol=1e-3, rtol=1e-4)
-        assert (got.dgate_fine is None) == (not gated)
+        delta = (actual.dfine.double() * fine.double()).sum(-1).transpose(1, 2)
+        torch.testing.assert_close(actual.delta.double(), delta, atol=1e-4, rtol=1e-4)
+        delta = (actual.dcoarse.double() * coarse.double()).sum(-1).transpose(1, 2)
+        torch.testing.assert_close(actual.delta_coarse.double(), delta, atol=1e-3, rtol=1e-4)
+        assert (actual.dgate_fine is None) == (not gated)
 
 
 def op_arguments(problem: Problem, inputs: list[Tensor]) -> tuple:
@@ -260,9 +262,9 @@ def test_opcheck(change, gated, triton_device):
     problem = make_problem([2, 1], [1, 2], heads=2, topk=1, batch=1, gated=gated, device=triton_device)
     args = op_arguments(problem, [change(x).requires_grad_() for x in problem.inputs])
     torch.library.opcheck(coarse_fine_fwd, args)
-    detached = [x.detach() if isinstance(x, Tensor) else x for x in args]
-    _, *saved = coarse_fine_fwd(*detached)
-    torch.library.opcheck(coarse_fine_bwd, (change(problem.dout), *saved, *detached))
+    detached_args = [x.detach() if isinstance(x, Tensor) else x for x in args]
+    _, *saved_tensors = coarse_fine_fwd(*detached_args)
+    torch.library.opcheck(coarse_fine_bwd, (change(problem.dout), *saved_tensors, *detached_args))
 
 
 def test_backward_repeats_bit_for_bit(triton_device):
@@ -285,8 +287,8 @@ def test_checkpoint_that_keeps_the_op_runs_it_once(triton_device, monkeypatch):
     expected = gradients(problem, run(problem, "triton", [2 * x for x in plain]).out, plain)
 
     def policy(_ctx, op, *_args, **_kwargs):
-        kept = op is torch.ops.vsa_kernels.coarse_fine_fwd.default
-        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+        is_operator = op is torch.ops.vsa_kernels.coarse_fine_fwd.default
+        return CheckpointPolicy.MUST_SAVE if is_operator else CheckpointPolicy.PREFER_RECOMPUTE
 
     contexts = partial(create_selective_checkpoint_contexts, policy)
     for context_fn, runs in ((contexts, 1), (None, 2)):
@@ -343,10 +345,10 @@ def test_topk_that_changes_every_step_recompiles_once(sizes, hollow):
     # capacities 32, 64 and 70, and every block
     for topk in (8, *range(100, 0, -3)):
         out = compiled(*inputs, blocks, topk)
-        kept = min(topk, 70)
-        torch.testing.assert_close(out, (kept * inputs[0].sin()).square())
+        count = min(topk, 70)
+        torch.testing.assert_close(out, (count * inputs[0].sin()).square())
         grad = torch.autograd.grad(out.sum(), inputs)[0]
-        torch.testing.assert_close(grad, 2 * kept**2 * inputs[0].sin() * inputs[0].cos())
+        torch.testing.assert_close(grad, 2 * count**2 * inputs[0].sin() * inputs[0].cos())
         graphs.append(counter.frame_count)
     assert graphs[0] == 1
     assert graphs[-1] == 2, f"compiled graphs after each topk: {graphs}"

@@ -91,7 +91,7 @@ def test_replays_equal_eager_calls(layout, head_dim, name):
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = step(static)
+        outputs = step(static)
     before: list[Tensor] = []
     for seed in (1, 2, 3):
         new = values(sizes, head_dim, seed)
@@ -99,13 +99,13 @@ def test_replays_equal_eager_calls(layout, head_dim, name):
             for x, value in zip(static, new, strict=True):
                 x.copy_(value)
         graph.replay()
-        want = step(leaves_of(new))
+        expected = step(leaves_of(new))
         torch.cuda.synchronize()
-        for i, (got, wanted) in enumerate(zip(captured, want, strict=True)):
-            assert torch.equal(got, wanted), f"replay {seed}, result {i}"
+        for i, (output, eager) in enumerate(zip(outputs, expected, strict=True)):
+            assert torch.equal(output, eager), f"replay {seed}, result {i}"
         # control: a replay that kept the old values would be noticed
-        assert not any(torch.equal(a, b) for a, b in zip(before, want, strict=False))
-        before = [x.clone() for x in want]
+        assert not any(torch.equal(a, b) for a, b in zip(before, expected, strict=False))
+        before = [x.clone() for x in expected]
 
 
 @pytest.mark.parametrize("layout", SIZES)
@@ -125,9 +125,9 @@ def test_reduce_overhead_equals_eager_calls(layout):
         *leaves, dout = leaves_of(values(sizes, 128, seed))
         torch.compiler.cudagraph_mark_step_begin()
         out = compiled(*leaves)
-        got = (out.clone(), *(x.clone() for x in torch.autograd.grad(out, leaves, dout)))
+        actual = (out.clone(), *(x.clone() for x in torch.autograd.grad(out, leaves, dout)))
         out = attend(*leaves)
-        want = (out, *torch.autograd.grad(out, leaves, dout))
-        for i, (a, b) in enumerate(zip(got, want, strict=True)):
+        expected = (out, *torch.autograd.grad(out, leaves, dout))
+        for i, (a, b) in enumerate(zip(actual, expected, strict=True)):
             assert torch.equal(a, b), f"call {seed}, result {i}"
     assert counters["inductor"]["cudagraph_skips"] == 0

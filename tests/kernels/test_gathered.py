@@ -55,35 +55,35 @@ def gathered(
     members = torch.full((*rows, size), -1, dtype=torch.int32)
     lists, bits = (torch.full((*rows, num_kv), _POISON, dtype=torch.int32) for _ in range(2))
     counts = torch.zeros(rows, dtype=torch.int32)
-    seen = torch.zeros(batch, heads, num_q, num_kv, dtype=torch.bool)
+    mask = torch.zeros(batch, heads, num_q, num_kv, dtype=torch.bool)
     for b in range(batch):
         for h in range(heads):
-            scattered = torch.randperm(num_q, generator=g)
-            for n, tiles in enumerate(scattered.split(size)):
-                kept = (torch.rand(len(tiles), num_kv, generator=g) < density).int()
-                listed = [j for j in range(num_kv) if kept[:, j].any()]
+            permutation = torch.randperm(num_q, generator=g)
+            for n, tiles in enumerate(permutation.split(size)):
+                choices = (torch.rand(len(tiles), num_kv, generator=g) < density).int()
+                columns = [j for j in range(num_kv) if choices[:, j].any()]
                 members[b, h, n, : len(tiles)] = tiles.int()
-                lists[b, h, n, : len(listed)] = torch.tensor(listed, dtype=torch.int32)
-                counts[b, h, n] = len(listed)
-                for at, j in enumerate(listed):
-                    bits[b, h, n, at] = sum(int(kept[r, j]) << r for r in range(len(tiles)))
+                lists[b, h, n, : len(columns)] = torch.tensor(columns, dtype=torch.int32)
+                counts[b, h, n] = len(columns)
+                for at, j in enumerate(columns):
+                    bits[b, h, n, at] = sum(int(choices[r, j]) << r for r in range(len(tiles)))
                     for r, tile in enumerate(tiles):
-                        seen[b, h, tile, j] = bool(kept[r, j]) if tilewise else True
+                        mask[b, h, tile, j] = bool(choices[r, j]) if tilewise else True
     groups = TileGroups(
         members=members, kv_indices=lists, kv_num_blocks=counts, kv_members=bits if tilewise else None,
         order=torch.randperm(counts.numel(), generator=g).int(),
     )  # fmt: skip
-    case = replace(case, index=index_of(seen, None, max(q_sizes), max(kv_sizes), g))
+    case = replace(case, index=index_of(mask, None, max(q_sizes), max(kv_sizes), g))
     return Gathered(*(_on(device, part) for part in (case, groups)))
 
 
 def _on(device: torch.device, x: Any) -> Any:
-    moved = {
+    fields = {
         name: value.to(device) if isinstance(value, Tensor) else _on(device, value)
         for name, value in vars(x).items()
         if isinstance(value, Tensor) or hasattr(value, "__dataclass_fields__")
     }
-    return replace(x, **moved)
+    return replace(x, **fields)
 
 
 def check(problem: Gathered, got: tuple[Tensor, Tensor]) -> None:
@@ -115,11 +115,11 @@ ONE_WAY = [further(*sizes, i % 2 == 0) for i, sizes in enumerate(SIZES)]
 )
 def test_gathered_attention(q_sizes, kv_sizes, size, tilewise, backend, device):
     problem = gathered(q_sizes, kv_sizes, size, device, tilewise=tilewise, heads=2, kv_heads=1, head_dim=16)
-    got = problem.attend(backend)
-    check(problem, got)
+    actual = problem.attend(backend)
+    check(problem, actual)
     # the order changes no result
     plain = problem._replace(groups=replace(problem.groups, order=None))
-    assert all(torch.equal(a, b) for a, b in zip(got, plain.attend(backend), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(actual, plain.attend(backend), strict=True))
 
 
 @pytest.mark.parametrize(("head_dim", "batch"), [(20, 2), further(128, 1)])
@@ -178,17 +178,17 @@ def test_triton_nan_stays_in_what_lists_its_tile(tilewise, triton_device):
     case = problem.case
     k, v = case.k.clone(), case.v.clone()
     k[:, 14:18], v[:, 14:18] = torch.nan, torch.nan
-    got = problem._replace(case=replace(case, k=k, v=v)).attend("triton")
+    actual = problem._replace(case=replace(case, k=k, v=v)).attend("triton")
     lists = case.index.to_dense(5)[0, 0, :, 2].repeat_interleave(16)
     assert lists.any()
     assert not lists.all()
-    assert torch.equal(got[0][0][~lists], clean[0][0][~lists])
-    assert got[0][0][lists].isnan().all()
+    assert torch.equal(actual[0][0][~lists], clean[0][0][~lists])
+    assert actual[0][0][lists].isnan().all()
 
 
 def test_gathered_views_are_read_right(backend, device):
     problem = gathered([16] * 2, [16] * 2, 2, device, tilewise=True, heads=2, kv_heads=2)
-    want = problem.attend(backend)
+    expected = problem.attend(backend)
     case, groups = problem.case, problem.groups
     views = {
         "q": case.q.transpose(1, 2).contiguous().transpose(1, 2),
@@ -196,8 +196,8 @@ def test_gathered_views_are_read_right(backend, device):
         "v": case.v.transpose(1, 3).contiguous().transpose(1, 3),
     }
     wide = {name: torch.stack([x, x], -1)[..., 0] for name, x in vars(groups).items()}
-    got = Gathered(replace(case, **views), TileGroups(**wide)).attend(backend)
-    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    actual = Gathered(replace(case, **views), TileGroups(**wide)).attend(backend)
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -209,20 +209,20 @@ def test_triton_groups_as_torch_does(num_q, num_kv, size, triton_device):
     mask = torch.rand(2, 1, num_q, num_kv, generator=g) < 0.4
     # many equal distances
     mask[1] = mask[1, :, :1] ^ (torch.rand(1, num_q, num_kv, generator=g) < 1 / num_kv)
-    want = group_tiles(mask, size, backend="reference")
-    got = group_tiles(mask.to(triton_device), size, backend="triton")
-    assert torch.equal(got.cpu(), want)
+    expected = group_tiles(mask, size, backend="reference")
+    actual = group_tiles(mask.to(triton_device), size, backend="triton")
+    assert torch.equal(actual.cpu(), expected)
 
 
 def test_bits_are_packed_in_order():
     mask = torch.rand(3, 2, 70) < 0.5
-    packed = pack_bits(mask)
-    assert packed.shape == (3, 2, 3)
+    words = pack_bits(mask)
+    assert words.shape == (3, 2, 3)
     for word in range(3):
         for bit in range(32):
             at = 32 * word + bit
-            want = mask[..., at] if at < 70 else torch.zeros(3, 2, dtype=torch.bool)
-            assert torch.equal((packed[..., word] >> bit & 1).bool(), want)
+            expected = mask[..., at] if at < 70 else torch.zeros(3, 2, dtype=torch.bool)
+            assert torch.equal((words[..., word] >> bit & 1).bool(), expected)
 
 
 def test_longest_groups_start_first():

@@ -46,9 +46,9 @@ def listing(case: Case, topk: int, *, empty: tuple[int, ...] = (), shared: bool 
     g = torch.Generator().manual_seed(topk)
     batch, heads = (1, 1) if shared else (case.q.shape[0], case.q.shape[2])
     scores = torch.rand(batch, heads, case.q_blocks.num, case.kv_blocks.num, generator=g)
-    listed = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, scores.topk(topk, -1).indices, True)
-    listed[:, :, list(empty)] = False
-    index = index_of(listed, None, 64, 64, g)
+    mask = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, scores.topk(topk, -1).indices, True)
+    mask[:, :, list(empty)] = False
+    index = index_of(mask, None, 64, 64, g)
     at = case.q.device
     index = replace(index, kv_indices=index.kv_indices.to(at), kv_num_blocks=index.kv_num_blocks.to(at))
     return replace(case, index=index)
@@ -126,11 +126,11 @@ def test_results(dtype, head_dim, q_size, topk, launch):
     )
     for shared in (False, True):
         problem = listing(case, topk, empty=(1, 4), shared=shared)
-        got = run(problem, "triton")
-        assert_right(problem, got, f"shared {shared}")
+        actual = run(problem, "triton")
+        assert_right(problem, actual, f"shared {shared}")
         empty = slice(q_size, 2 * q_size)
-        assert (got["out"][:, empty] == 0).all()
-        assert (got["lse"][:, :, empty] == -torch.inf).all()
+        assert (actual["out"][:, empty] == 0).all()
+        assert (actual["lse"][:, :, empty] == -torch.inf).all()
     assert launch.call_count == 2
 
 
@@ -156,10 +156,10 @@ def test_lists_of_any_length_broadcast(head_dim, index_batch, index_heads, launc
         kv_indices=case.index.kv_indices.expand(rows),
         kv_num_blocks=case.index.kv_num_blocks.expand(rows[:3]),
     )
-    got, same = run(case, "triton"), run(replace(case, index=views), "triton")
-    assert_right(case, got)
-    assert torch.equal(got["out"], same["out"])
-    assert torch.equal(got["lse"], same["lse"])
+    actual, same = run(case, "triton"), run(replace(case, index=views), "triton")
+    assert_right(case, actual)
+    assert torch.equal(actual["out"], same["out"])
+    assert torch.equal(actual["lse"], same["lse"])
     assert launch.call_count == 2
 
 
@@ -169,13 +169,13 @@ def test_lists_of_any_length_broadcast(head_dim, index_batch, index_heads, launc
 def test_scales(head_dim, scale, launch):
     case = make_case([64] * 3, [64] * 6, head_dim=head_dim, dtype=torch.bfloat16, device="cuda")
     case = replace(listing(case, 3, empty=(2,)), scale=scale)
-    got = run(case, "triton")
+    actual = run(case, "triton")
     if scale == 0:
         # the smallest normal number stands for 0
         for name in ("dq", "dk"):
-            assert got[name].abs().max() < 1e-36
-            got[name] = torch.zeros_like(got[name])
-    assert_right(case, got)
+            assert actual[name].abs().max() < 1e-36
+            actual[name] = torch.zeros_like(actual[name])
+    assert_right(case, actual)
     assert launch.call_count == 1
 
 
@@ -189,10 +189,10 @@ def test_parts_of_one_projection(head_dim, launch):
         5,
     )
     q, k, v = torch.stack([case.q, case.k, case.v], 2).unbind(2)
-    want, got = run(case, "triton"), run(replace(case, q=q, k=k, v=v), "triton")
+    expected, actual = run(case, "triton"), run(replace(case, q=q, k=k, v=v), "triton")
     assert not q.is_contiguous()
-    assert torch.equal(got["out"], want["out"])
-    assert torch.equal(got["lse"], want["lse"])
+    assert torch.equal(actual["out"], expected["out"])
+    assert torch.equal(actual["lse"], expected["lse"])
     assert launch.call_count == 2
 
 
@@ -207,16 +207,18 @@ def test_nan_reaches_only_rows_that_list_its_block(head_dim, launch):
         clean = run(problem, "triton")
         k, v, rows = case.k.clone(), case.v.clone(), slice(64 * bad, 64 * bad + 64)
         k[:, rows, 0], v[:, rows, 0] = torch.nan, torch.nan
-        got = run(replace(problem, k=k, v=v), "triton")
+        actual = run(replace(problem, k=k, v=v), "triton")
         # [H, L]
-        reached = expand_mask(problem)[0, :, :, rows].any(-1).cuda()
-        reached[1] = False
-        assert reached.any()
-        assert not reached[0].all()
-        assert got["out"][0].transpose(0, 1)[reached].isnan().all()
-        assert got["lse"][0][reached].isnan().all()
-        assert torch.equal(got["out"][0].transpose(0, 1)[~reached], clean["out"][0].transpose(0, 1)[~reached])
-        assert torch.equal(got["lse"][0][~reached], clean["lse"][0][~reached])
+        nan_queries = expand_mask(problem)[0, :, :, rows].any(-1).cuda()
+        nan_queries[1] = False
+        assert nan_queries.any()
+        assert not nan_queries[0].all()
+        assert actual["out"][0].transpose(0, 1)[nan_queries].isnan().all()
+        assert actual["lse"][0][nan_queries].isnan().all()
+        assert torch.equal(
+            actual["out"][0].transpose(0, 1)[~nan_queries], clean["out"][0].transpose(0, 1)[~nan_queries]
+        )
+        assert torch.equal(actual["lse"][0][~nan_queries], clean["lse"][0][~nan_queries])
     assert launch.call_count == 4
 
 
@@ -245,10 +247,10 @@ def test_both_kernels_agree_within_rounding(dtype, head_dim, launch):
     q, k, v, mask, scale = large(dtype, head_dim)
     out, lse = triton_fwd.forward(q, k, v, mask, scale)
     assert launch.call_count == 1
-    want, want_lse = triton_fwd._run(q, k, v, mask, scale, Plan.of("fwd", q, k, mask, False))
+    expected, expected_lse = triton_fwd._run(q, k, v, mask, scale, Plan.of("fwd", q, k, mask, False))
     assert launch.call_count == 1
-    torch.testing.assert_close(lse, want_lse, rtol=1e-5, atol=1e-5)
-    error, size = (out.double() - want.double()).abs(), want.double().abs()
+    torch.testing.assert_close(lse, expected_lse, rtol=1e-5, atol=1e-5)
+    error, size = (out.double() - expected.double()).abs(), expected.double().abs()
     eps = torch.finfo(dtype).eps
     assert error.max() <= eps * size.max()
     assert error.mean() <= eps / 4 * size.mean()
@@ -289,8 +291,8 @@ def test_offsets_beyond_32_bits(launch):
     q = torch.randn(1, blocks * 64, heads, 128, device="cuda", dtype=torch.bfloat16)
     k, v = (torch.randn(1, 128, 1, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     assert q.numel() > 1 << 31
-    listed = torch.ones(1, 1, blocks, 2, dtype=torch.bool)
-    index = index_of(listed, None, 64, 64, torch.Generator())
+    mask = torch.ones(1, 1, blocks, 2, dtype=torch.bool)
+    index = index_of(mask, None, 64, 64, torch.Generator())
     index = replace(index, kv_indices=index.kv_indices.cuda(), kv_num_blocks=index.kv_num_blocks.cuda())
     sides = {"q_blocks": Blocks.from_sizes([64] * blocks, "cuda"), "kv_blocks": Blocks.from_sizes([64, 64], "cuda")}
     out, lse = triton_fwd.forward(q, k, v, BlockMask(index=index, kv_valid=None, **sides), 128**-0.5)
@@ -298,5 +300,5 @@ def test_offsets_beyond_32_bits(launch):
     for rows in (slice(0, 64), slice(-64, None)):
         logits = q[0, rows].double() @ k[0, :, 0].double().T / math.sqrt(128)
         torch.testing.assert_close(lse[0, :, rows].T.double(), logits.logsumexp(-1), rtol=1e-5, atol=1e-5)
-        want = logits.softmax(-1) @ v[0, :, 0].double()
-        torch.testing.assert_close(out[0, rows].double(), want, rtol=2e-2, atol=2e-2)
+        expected = logits.softmax(-1) @ v[0, :, 0].double()
+        torch.testing.assert_close(out[0, rows].double(), expected, rtol=2e-2, atol=2e-2)

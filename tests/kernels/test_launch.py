@@ -53,10 +53,10 @@ def test_constants_are_told_apart_by_their_names(kernel):
     """The order in which a call writes its constants is no difference, whose value is whose is one."""
     x = torch.zeros(4)
     for a, b, warps in ((1, 2, 4), (2, 1, 4), (2, 4, 1)):
-        wanted = {"A": a, "B": b, "num_warps": warps}
-        for names in itertools.permutations(wanted):
-            launch.launch(kernel, (1,), x, 7, **{name: wanted[name] for name in names})
-            assert kernel.ran[-1] == wanted
+        constants = {"A": a, "B": b, "num_warps": warps}
+        for names in itertools.permutations(constants):
+            launch.launch(kernel, (1,), x, 7, **{name: constants[name] for name in names})
+            assert kernel.ran[-1] == constants
     assert len(kernel.compiled) == 3
     assert len(kernel.ran) == 18
 
@@ -83,4 +83,4 @@ def test_configurations_of_a_kernel_have_the_same_keys():
             for dim, config in by_dim.items()
         }
         first = next(iter(keys.values()))
-        assert not {place: found for place, found in keys.items() if found != first}, f"expected {first}"
+        assert not {place: names for place, names in keys.items() if names != first}, f"expected {first}"

@@ -30,12 +30,12 @@ def problem(shape: tuple[Any, ...], device: torch.device, dtype=torch.float32) -
     def normal(*size: int, scale: float = 1.0) -> Tensor:
         return (scale * torch.randn(size, generator=g)).to(device, dtype)
 
-    made = {
+    leaves = {
         "x": normal(*lead, channels),
         "weight": normal(hidden, channels, scale=1.5 / math.sqrt(channels)),
         "bias": normal(hidden),
     }
-    return {name: x.requires_grad_() for name, x in made.items()} | {"dout": normal(*lead, hidden)}
+    return {name: x.requires_grad_() for name, x in leaves.items()} | {"dout": normal(*lead, hidden)}
 
 
 def define(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -53,20 +53,20 @@ def results(function: Any, dout: Tensor, **inputs: Any) -> dict[str, Tensor]:
 def assert_defined(shape: tuple[Any, ...], backend: str, device: torch.device) -> None:
     for dtype in dtypes(device, backend == "triton"):
         p = problem(shape, device, dtype)
-        want, got = results(define, **p), results(partial(linear_gelu, backend=backend), **p)
-        assert got["out"].is_contiguous()
-        assert all(x.dtype == dtype for x in got.values())
-        assert_close(got, want, dtype)
+        expected, actual = results(define, **p), results(partial(linear_gelu, backend=backend), **p)
+        assert actual["out"].is_contiguous()
+        assert all(x.dtype == dtype for x in actual.values())
+        assert_close(actual, expected, dtype)
 
         def without_bias(**inputs: Any) -> Tensor:
             return linear_gelu(**inputs | {"bias": 0 * inputs["bias"]}, backend=backend)
 
         with pytest.raises(AssertionError):
-            assert_close(results(without_bias, **p), want, dtype)
+            assert_close(results(without_bias, **p), expected, dtype)
         if dtype == torch.float32 and math.prod(shape[0]) > 1:
             # the other form of GELU differs by 5e-4 at most
             with pytest.raises(AssertionError):
-                assert_close(results(lambda x, weight, bias: F.gelu(F.linear(x, weight, bias)), **p), want, dtype)
+                assert_close(results(lambda x, weight, bias: F.gelu(F.linear(x, weight, bias)), **p), expected, dtype)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -87,17 +87,17 @@ def test_triton_at_the_sizes_of_models(size, triton_device):
     x, dout = (torch.randn(size, generator=g, device=triton_device, dtype=torch.bfloat16) for _ in range(2))
     bias = torch.randn(size[1], generator=g, device=triton_device).requires_grad_()
     p = {"x": x.requires_grad_(), "bias": bias, "dout": dout}
-    got, again = (results(bias_gelu_fwd, **p) for _ in range(2))
-    assert all(torch.equal(got[name], again[name]) for name in got)
+    actual, again = (results(bias_gelu_fwd, **p) for _ in range(2))
+    assert all(torch.equal(actual[name], again[name]) for name in actual)
     columns = slice(0, None, 97)
     some = {name: x.detach()[..., columns].clone() for name, x in p.items()}
     dout = some.pop("dout")
-    want = results(
+    exact = results(
         lambda x, bias: _gelu(x.double() + bias.double()), dout, **{k: v.requires_grad_() for k, v in some.items()}
     )
-    assert_close({name: x[..., columns] for name, x in got.items()}, want, torch.bfloat16)
+    assert_close({name: x[..., columns] for name, x in actual.items()}, exact, torch.bfloat16)
     # sums over the tokens are in fp32, of values that are not rounded yet
-    assert (got["dbias"][columns].double() - want["dbias"].double()).norm() < 1e-4 * want["dbias"].double().norm()
+    assert (actual["dbias"][columns].double() - exact["dbias"].double()).norm() < 1e-4 * exact["dbias"].double().norm()
 
 
 def _gelu(u: Tensor) -> Tensor:
@@ -122,37 +122,37 @@ def test_triton_is_finite_for_every_finite_value(dtype, triton_device):
     values = torch.tensor([-largest, -1e4, -20, -16, -5, -0.0, 0, 1e-6, 5, 16, 20, 1e4, largest], device=triton_device)
     x = values.to(dtype).requires_grad_()
     bias = torch.zeros_like(x).requires_grad_()
-    got = results(bias_gelu_fwd, torch.ones_like(x), x=x, bias=bias)
+    actual = results(bias_gelu_fwd, torch.ones_like(x), x=x, bias=bias)
     exact = results(
         lambda x, bias: F.gelu((x + bias).double().clamp(-1e4, None), approximate="tanh"),
         torch.ones_like(x),
         x=x,
         bias=bias,
     )
-    assert all(y.isfinite().all() for y in got.values())
+    assert all(y.isfinite().all() for y in actual.values())
     inner = slice(1, -1)
     for name in ("out", "dx"):
         torch.testing.assert_close(
-            got[name][inner].double(), exact[name][inner].double(), rtol=TOLERANCE[dtype], atol=1e-6
+            actual[name][inner].double(), exact[name][inner].double(), rtol=TOLERANCE[dtype], atol=1e-6
         )
-    assert (got["out"][-1], got["dx"][0], got["dx"][-1]) == (largest, 0, 1)
+    assert (actual["out"][-1], actual["dx"][0], actual["dx"][-1]) == (largest, 0, 1)
 
 
 def test_triton_keeps_a_bad_token_to_itself(triton_device):
     p = problem(((5,), 4, 9), triton_device)
     p["x"].data[2, 3] = torch.nan
-    got = results(partial(linear_gelu, backend="triton"), **p)
+    actual = results(partial(linear_gelu, backend="triton"), **p)
     for name in ("out", "dx"):
-        assert got[name].isnan().any(-1).tolist() == [False, False, True, False, False]
+        assert actual[name].isnan().any(-1).tolist() == [False, False, True, False, False]
 
 
 def test_triton_takes_any_strides(triton_device):
     p = problem(((4, 6), 3, 10), triton_device)
-    want = results(partial(linear_gelu, backend="reference"), **p)
-    turned = {name: x.detach().movedim(0, -1).contiguous().movedim(-1, 0) for name, x in p.items()}
-    dout = turned.pop("dout")
-    got = results(partial(linear_gelu, backend="triton"), dout, **{k: v.requires_grad_() for k, v in turned.items()})
-    assert_close(got, want, torch.float32)
+    expected = results(partial(linear_gelu, backend="reference"), **p)
+    views = {name: x.detach().movedim(0, -1).contiguous().movedim(-1, 0) for name, x in p.items()}
+    dout = views.pop("dout")
+    actual = results(partial(linear_gelu, backend="triton"), dout, **{k: v.requires_grad_() for k, v in views.items()})
+    assert_close(actual, expected, torch.float32)
     x, bias = torch.randn(6, 10, 4, device=triton_device).transpose(1, 2), torch.randn(10, device=triton_device)
     torch.testing.assert_close(bias_gelu_fwd(x, bias), F.gelu(x + bias, approximate="tanh"))
 
@@ -168,19 +168,19 @@ def test_triton_offsets_past_two_billion(triton_device):
     assert_last(bias_gelu_fwd(x, bias)[-1], F.gelu(x[-1], approximate="tanh"))
     dx, dbias = bias_gelu_bwd(x, x, bias)
     last = x[-1].float().requires_grad_()
-    (want,) = torch.autograd.grad(F.gelu(last, approximate="tanh"), last, x[-1].float())
-    assert_last(dx[-1].float(), want)
-    assert_last(dbias, want)
+    (expected,) = torch.autograd.grad(F.gelu(last, approximate="tanh"), last, x[-1].float())
+    assert_last(dx[-1].float(), expected)
+    assert_last(dbias, expected)
 
 
 @pytest.mark.parametrize("other", [torch.float32, torch.float64])
 def test_triton_takes_a_bias_of_another_dtype(other, triton_device):
     x = torch.randn(3, 10, device=triton_device).requires_grad_()
     bias = torch.randn(10, device=triton_device, dtype=other).requires_grad_()
-    got = results(bias_gelu_fwd, torch.ones_like(x), x=x, bias=bias)
-    assert (got["out"].dtype, got["dx"].dtype, got["dbias"].dtype) == (torch.float32, torch.float32, other)
+    actual = results(bias_gelu_fwd, torch.ones_like(x), x=x, bias=bias)
+    assert (actual["out"].dtype, actual["dx"].dtype, actual["dbias"].dtype) == (torch.float32, torch.float32, other)
     assert_close(
-        got,
+        actual,
         results(lambda x, bias: _gelu(x.double() + bias.double()), torch.ones_like(x), x=x, bias=bias),
         torch.float32,
     )
@@ -190,9 +190,9 @@ def test_triton_takes_a_bias_of_another_dtype(other, triton_device):
 def test_reference_is_torchs_layer_bit_for_bit(dtype):
     """Runs on a CPU with one seed keep every digit of their losses."""
     p = problem(((2, 9), 16, 24), torch.device("cpu"), dtype)
-    got = results(linear_gelu, **p)
-    want = results(lambda x, weight, bias: F.gelu(F.linear(x, weight, bias), approximate="tanh"), **p)
-    assert all(torch.equal(got[name], want[name]) for name in want)
+    actual = results(linear_gelu, **p)
+    expected = results(lambda x, weight, bias: F.gelu(F.linear(x, weight, bias), approximate="tanh"), **p)
+    assert all(torch.equal(actual[name], expected[name]) for name in expected)
 
 
 @pytest.mark.parametrize("backend", ["reference", "triton"])
@@ -201,9 +201,9 @@ def test_compiles_whole(backend, request):
     torch._dynamo.reset()
     p = problem(((2, 5), 6, 10), device)
     compiled = torch.compile(linear_gelu, backend="aot_eager", fullgraph=True)
-    got, want = (results(partial(function, backend=backend), **p) for function in (compiled, linear_gelu))
-    for name in want:
-        torch.testing.assert_close(got[name], want[name])
+    actual, expected = (results(partial(function, backend=backend), **p) for function in (compiled, linear_gelu))
+    for name in expected:
+        torch.testing.assert_close(actual[name], expected[name])
 
 
 def test_compiled_once_for_any_number_of_tokens():
@@ -223,16 +223,16 @@ def test_triton_runs_again_where_a_block_is_computed_again(triton_device, monkey
     from vsa_kernels.linear_gelu import triton_bias_gelu
 
     p = problem(((1, 3), 4, 6), triton_device)
-    want = results(partial(linear_gelu, backend="triton"), **p)
+    expected = results(partial(linear_gelu, backend="triton"), **p)
     forward, calls = triton_bias_gelu.forward, []
     monkeypatch.setattr(triton_bias_gelu, "forward", lambda *a: calls.append(a) or forward(*a))
 
     def again(x: Tensor, **others: Tensor) -> Tensor:
         return computed_again_without_attention(lambda y: linear_gelu(y, **others, backend="triton"), x)
 
-    got = results(again, **p)
+    actual = results(again, **p)
     assert len(calls) == 2
-    assert all(torch.equal(got[name], want[name]) for name in want)
+    assert all(torch.equal(actual[name], expected[name]) for name in expected)
 
 
 def test_triton_opcheck(triton_device):
@@ -243,10 +243,10 @@ def test_triton_opcheck(triton_device):
 
 def test_an_empty_batch_gives_an_empty_result(device):
     for backend in ("reference", "triton") if device.type == "cuda" else ("reference",):
-        got = results(partial(linear_gelu, backend=backend), **problem(((0, 5), 4, 6), device))
-        assert got["out"].shape == (0, 5, 6)
-        assert got["dx"].shape == (0, 5, 4)
-        assert got["dbias"].abs().sum() == 0
+        actual = results(partial(linear_gelu, backend=backend), **problem(((0, 5), 4, 6), device))
+        assert actual["out"].shape == (0, 5, 6)
+        assert actual["dx"].shape == (0, 5, 4)
+        assert actual["dbias"].abs().sum() == 0
     # the op itself needs no GPU for nothing
     dx, dbias = bias_gelu_bwd(torch.empty(0, 6), torch.empty(0, 6), torch.ones(6))
     assert (dx.shape, dbias.tolist()) == ((0, 6), [0.0] * 6)
@@ -264,7 +264,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_arguments_are_refused_by_name(name):
-    given, message = WRONG[name]
+    overrides, message = WRONG[name]
     p = {"x": torch.zeros(2, 4), "weight": torch.zeros(6, 4), "bias": torch.zeros(6)}
     with pytest.raises(ValueError, match=message):
-        linear_gelu(**p | given)
+        linear_gelu(**p | overrides)

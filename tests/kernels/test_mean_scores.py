@@ -31,8 +31,8 @@ def test_reference(heads, kv_heads, head_dim):
         assert torch.equal(mean_scores(q, k), mean_scores(q.clone(), k, backend="reference"))
         assert (mean_scores(q, k) - expected).abs().max() < 5e-6
     utils = ("test_schema", "test_faketensor")
-    checked = torch.library.opcheck(mean_scores_op, (q, k, 0.3, False, "reference"), test_utils=utils)
-    assert set(checked.values()) == {"SUCCESS"}
+    outcomes = torch.library.opcheck(mean_scores_op, (q, k, 0.3, False, "reference"), test_utils=utils)
+    assert set(outcomes.values()) == {"SUCCESS"}
     with FlopCounterMode(display=False) as counter:
         mean_scores(q, k)
     assert counter.get_total_flops() == 2 * expected.numel() * head_dim

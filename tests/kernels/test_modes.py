@@ -67,27 +67,27 @@ def gradients(outputs: tuple[Tensor, ...], inputs: list[Tensor]) -> list[Tensor 
 @pytest.mark.parametrize("op", [attend, operate, average], ids=lambda op: op.__name__)
 def test_autocast_is_a_cast_of_the_inputs(op, half, backend, device):
     """Nothing else of the computation changes, whatever dtypes come in; gradients come back in theirs."""
-    lowered = [x.requires_grad_() for x in inputs_of(device, half)]
-    want = op(*lowered, backend=backend)
-    want_grads = gradients(want, lowered)
+    half_inputs = [x.requires_grad_() for x in inputs_of(device, half)]
+    expected = op(*half_inputs, backend=backend)
+    expected_grads = gradients(expected, half_inputs)
     # after an fp32 norm q and k are fp32 where v is not; or the other way round
     for dtypes in ([torch.float32] * 5, [half, half, torch.float32, half, torch.float32]):
         leaves = [x.to(t).requires_grad_() for x, t in zip(inputs_of(device), dtypes, strict=True)]
         with torch.autocast(device.type, half):
-            got = op(*leaves, backend=backend)
+            actual = op(*leaves, backend=backend)
             # a backward may run under it too
-            inside = gradients(got, leaves) if op is attend else None
-            got = op(*leaves, backend=backend) if op is attend else got
-        assert got[0].dtype == half
-        for a, b in zip(got, want, strict=True):
+            inside = gradients(actual, leaves) if op is attend else None
+            actual = op(*leaves, backend=backend) if op is attend else actual
+        assert actual[0].dtype == half
+        for a, b in zip(actual, expected, strict=True):
             assert a.dtype == b.dtype
             assert torch.equal(a, b)
-        for grads in (gradients(got, leaves), inside):
-            for grad, wanted, dtype in zip(grads or [], want_grads, dtypes, strict=False):
-                assert (grad is None) == (wanted is None)
-                if grad is not None and wanted is not None:
+        for grads in (gradients(actual, leaves), inside):
+            for grad, expected_grad, dtype in zip(grads or [], expected_grads, dtypes, strict=False):
+                assert (grad is None) == (expected_grad is None)
+                if grad is not None and expected_grad is not None:
                     assert grad.dtype == dtype
-                    assert torch.equal(grad, wanted.to(dtype))
+                    assert torch.equal(grad, expected_grad.to(dtype))
     if op is not average:
         with pytest.raises(ValueError, match="share one float dtype"):
             op(*leaves)
@@ -105,9 +105,9 @@ def test_autocast_in_a_compiled_call(device):
     leaves = inputs_of(device)
     for enabled in (True, False, True):
         with torch.autocast(device.type, torch.bfloat16, enabled=enabled):
-            got, want = compiled(*leaves)[0], operate(*leaves)[0]
-        assert got.dtype == want.dtype == (torch.bfloat16 if enabled else torch.float32)
-        torch.testing.assert_close(got, want)
+            actual, expected = compiled(*leaves)[0], operate(*leaves)[0]
+        assert actual.dtype == expected.dtype == (torch.bfloat16 if enabled else torch.float32)
+        torch.testing.assert_close(actual, expected)
 
 
 def scalar(op: Any) -> Any:
@@ -161,5 +161,5 @@ def test_other_modes_pass(op, device):
     with torch.inference_mode():
         assert scalar(op)(q, *rest) == value
     both = torch.stack([q, 2 * q])
-    for mapped, *alone in zip(vmap(lambda x: op(x, *rest))(both), *(op(x, *rest) for x in both), strict=True):
-        torch.testing.assert_close(mapped, torch.stack(alone))
+    for actual, *alone in zip(vmap(lambda x: op(x, *rest))(both), *(op(x, *rest) for x in both), strict=True):
+        torch.testing.assert_close(actual, torch.stack(alone))

@@ -41,22 +41,22 @@ def problem(shape: tuple[int, ...], device: torch.device, layout: str = "plain",
     x, dout = 1e-2 * torch.randn(B, L, H * D, generator=g), torch.randn(B, L, H, D, generator=g)
     angle = 6 * torch.rand(L, D // 2, generator=g)
     weight = 1 + 0.3 * torch.randn(H * D, generator=g)
-    made = {
+    inputs = {
         "x": laid_out(x.to(device, dtype), layout).requires_grad_(),
         "weight": weight.to(device, dtype).requires_grad_(),
         "cos": angle.cos().to(device),
         "sin": angle.sin().to(device),
     }
-    return made | {"num_heads": H, "eps": EPS, "dout": laid_out(dout.to(device, dtype), layout)}
+    return inputs | {"num_heads": H, "eps": EPS, "dout": laid_out(dout.to(device, dtype), layout)}
 
 
 def define(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, num_heads: int, eps: float) -> Tensor:
     """Each channel pair is a complex number, which the table turns."""
     x, weight = x.double(), weight.double()
-    normed = x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight
-    pairs = torch.view_as_complex(normed.unflatten(-1, (num_heads, -1, 2)).contiguous())
-    turned = pairs * torch.complex(cos.double(), sin.double())[:, None]
-    return torch.view_as_real(turned).flatten(-2)
+    normed_x = x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight
+    pairs = torch.view_as_complex(normed_x.unflatten(-1, (num_heads, -1, 2)).contiguous())
+    turned_pairs = pairs * torch.complex(cos.double(), sin.double())[:, None]
+    return torch.view_as_real(turned_pairs).flatten(-2)
 
 
 def results(function: Any, dout: Tensor, **inputs: Any) -> dict[str, Tensor]:
@@ -72,14 +72,14 @@ def assert_defined(shape: tuple[int, ...], backend: str, device: torch.device, l
 
     for dtype in dtypes(device, backend == "triton"):
         p = problem(shape, device, layout, dtype)
-        want = results(define, **p)
-        got = results(ours, **p)
-        assert got["out"].is_contiguous()
-        assert all(x.dtype == dtype for x in got.values())
-        assert_close(got, want, dtype)
+        expected = results(define, **p)
+        actual = results(ours, **p)
+        assert actual["out"].is_contiguous()
+        assert all(x.dtype == dtype for x in actual.values())
+        assert_close(actual, expected, dtype)
         for wrong in ({"sin": -p["sin"]}, {"eps": 1.2 * EPS}):
             with pytest.raises(AssertionError):
-                assert_close(results(ours, **p | wrong), want, dtype)
+                assert_close(results(ours, **p | wrong), expected, dtype)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -108,10 +108,10 @@ def test_triton_at_the_sizes_of_models(shape, triton_device):
         pytest.skip("takes minutes in the interpreter")
     p = problem(shape, triton_device, dtype=torch.bfloat16)
     dout, inputs = p.pop("dout"), p
-    got = results(lambda **x: norm_rope(**x, backend="triton"), dout, **inputs)
-    assert_close(got, results(define, dout, **inputs), torch.bfloat16)
+    actual = results(lambda **x: norm_rope(**x, backend="triton"), dout, **inputs)
+    assert_close(actual, results(define, dout, **inputs), torch.bfloat16)
     again = results(lambda **x: norm_rope(**x, backend="triton"), dout, **inputs)
-    assert all(torch.equal(got[name], again[name]) for name in got)
+    assert all(torch.equal(actual[name], again[name]) for name in actual)
 
 
 def test_triton_adds_the_weight_gradients_of_several_programs(triton_device, monkeypatch):
@@ -135,22 +135,22 @@ def test_triton_rounds_once(triton_device):
 def test_triton_reads_nothing_else(triton_device):
     B, L, H, D = 1, 6, 3, 6
     p = problem((B, L, H, D), triton_device)
-    want = norm_rope(**{k: v for k, v in p.items() if k != "dout"}, backend="reference")
+    expected = norm_rope(**{k: v for k, v in p.items() if k != "dout"}, backend="reference")
     store = torch.full((B, L + 4, H * D + 14), torch.nan, device=triton_device)
     p["x"] = store[:, 2:-2, : H * D].copy_(p["x"].detach()).requires_grad_()
     heads = torch.full((B, L + 4, H + 2, D + 2), torch.nan, device=triton_device)
     p["dout"] = heads[:, 2:-2, 1:-1, :D].copy_(p["dout"])
-    got = results(lambda **x: norm_rope(**x, backend="triton"), **p)
-    assert all(x.isfinite().all() for x in got.values())
-    torch.testing.assert_close(got["out"], want, rtol=1e-5, atol=1e-6)
+    actual = results(lambda **x: norm_rope(**x, backend="triton"), **p)
+    assert all(x.isfinite().all() for x in actual.values())
+    torch.testing.assert_close(actual["out"], expected, rtol=1e-5, atol=1e-6)
 
 
 def test_triton_keeps_a_bad_token_to_itself(triton_device):
     p = problem((1, 5, 2, 6), triton_device)
     p["x"].data[0, 2, 3] = torch.nan
-    got = results(lambda **x: norm_rope(**x, backend="triton"), **p)
+    actual = results(lambda **x: norm_rope(**x, backend="triton"), **p)
     for name in ("out", "dx"):
-        assert got[name].isnan().flatten(2).any(-1).tolist() == [[False, False, True, False, False]]
+        assert actual[name].isnan().flatten(2).any(-1).tolist() == [[False, False, True, False, False]]
 
 
 def test_triton_strides_past_two_billion(triton_device):
@@ -159,17 +159,17 @@ def test_triton_strides_past_two_billion(triton_device):
     p, stride = problem((1, 134, 2, 64), triton_device, dtype=torch.bfloat16), 20_000_000
     store = torch.zeros(stride * 134, dtype=torch.bfloat16, device=triton_device)
     p["x"] = store.as_strided(p["x"].shape, (stride * 134, stride, 1)).copy_(p["x"].detach()).requires_grad_()
-    got = results(lambda **x: norm_rope(**x, backend="triton"), **p)
-    assert_close(got, results(define, **p), torch.bfloat16)
+    actual = results(lambda **x: norm_rope(**x, backend="triton"), **p)
+    assert_close(actual, results(define, **p), torch.bfloat16)
 
 
 @pytest.mark.parametrize("other", [torch.float32, torch.float64])
 def test_triton_takes_a_weight_of_another_dtype(other, triton_device):
     p = problem((1, 3, 2, 8), triton_device)
     p["weight"] = p["weight"].detach().to(other).requires_grad_()
-    got = results(lambda **x: norm_rope(**x, backend="triton"), **p)
-    assert (got["out"].dtype, got["dweight"].dtype) == (torch.float32, other)
-    assert_close(got, results(define, **p), torch.float32)
+    actual = results(lambda **x: norm_rope(**x, backend="triton"), **p)
+    assert (actual["out"].dtype, actual["dweight"].dtype) == (torch.float32, other)
+    assert_close(actual, results(define, **p), torch.float32)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
@@ -183,8 +183,8 @@ def test_reference_is_torchs_norm_and_the_rotation_bit_for_bit(dtype):
         return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2).type_as(heads)
 
     p = problem((2, 9, 4, 16), torch.device("cpu"), dtype=dtype)
-    got, want = results(norm_rope, **p), results(separately, **p)
-    assert all(torch.equal(got[name], want[name]) for name in want)
+    actual, expected = results(norm_rope, **p), results(separately, **p)
+    assert all(torch.equal(actual[name], expected[name]) for name in expected)
 
 
 @pytest.mark.parametrize("backend", ["reference", "triton"])
@@ -193,10 +193,10 @@ def test_compiles_whole(backend, request):
     torch._dynamo.reset()
     p = problem((2, 5, 2, 6), device)
     compiled = torch.compile(norm_rope, backend="aot_eager", fullgraph=True)
-    got = results(lambda **x: compiled(**x, backend=backend), **p)
-    want = results(lambda **x: norm_rope(**x, backend=backend), **p)
-    for name in want:
-        torch.testing.assert_close(got[name], want[name])
+    actual = results(lambda **x: compiled(**x, backend=backend), **p)
+    expected = results(lambda **x: norm_rope(**x, backend=backend), **p)
+    for name in expected:
+        torch.testing.assert_close(actual[name], expected[name])
 
 
 def test_compiled_once_for_any_number_of_tokens():
@@ -217,16 +217,16 @@ def test_triton_runs_again_where_a_block_is_computed_again(triton_device, monkey
     from vsa_kernels.norm_rope import triton_norm_rope
 
     p = problem((1, 3, 2, 6), triton_device)
-    want = results(lambda **x: norm_rope(**x, backend="triton"), **p)
+    expected = results(lambda **x: norm_rope(**x, backend="triton"), **p)
     forward, calls = triton_norm_rope.forward, []
     monkeypatch.setattr(triton_norm_rope, "forward", lambda *a: calls.append(a) or forward(*a))
 
     def again(**inputs: Any) -> Tensor:
         return computed_again_without_attention(lambda x: norm_rope(**inputs | {"x": x}, backend="triton"), inputs["x"])
 
-    got = results(again, **p)
+    actual = results(again, **p)
     assert len(calls) == 2
-    assert all(torch.equal(got[name], want[name]) for name in want)
+    assert all(torch.equal(actual[name], expected[name]) for name in expected)
 
 
 def test_triton_opcheck(triton_device):
@@ -240,9 +240,9 @@ def test_triton_opcheck(triton_device):
 def test_an_empty_batch_gives_an_empty_result(device):
     for backend in ("reference", "triton") if device.type == "cuda" else ("reference",):
         p = problem((0, 5, 2, 6), device)
-        got = results(lambda p=p, backend=backend, **x: norm_rope(**x, backend=backend), **p)
-        assert [list(x.shape) for x in got.values()] == [[0, 5, 2, 6], [0, 5, 12], [12]]
-        assert not got["dweight"].any()
+        actual = results(lambda p=p, backend=backend, **x: norm_rope(**x, backend=backend), **p)
+        assert [list(x.shape) for x in actual.values()] == [[0, 5, 2, 6], [0, 5, 12], [12]]
+        assert not actual["dweight"].any()
 
 
 def test_shapes_of_fake_tensors():

@@ -43,11 +43,11 @@ def test_opcheck_pooling(sizes, device):
 
 def test_opcheck_selection(device):
     scores = torch.randn(2, 3, 4, 5, device=device)
-    allowed = torch.rand(4, 5, device=device) < 0.5
+    candidates = torch.rand(4, 5, device=device) < 0.5
     rows = torch.tensor([1, 2, 3, 4], dtype=torch.int32, device=device)
     torch.library.opcheck(select_topk_op, (scores, 2, None, None, None, 5))
-    torch.library.opcheck(select_topk_op, (scores, 2, None, allowed, None, 5))
-    torch.library.opcheck(select_topk_op, (scores, None, rows, allowed, ~allowed, 5))
+    torch.library.opcheck(select_topk_op, (scores, 2, None, candidates, None, 5))
+    torch.library.opcheck(select_topk_op, (scores, None, rows, candidates, ~candidates, 5))
 
 
 def fine_stage(q, k, v, blocks, topk):
@@ -67,9 +67,9 @@ def test_compiles_whole_and_topk_recompiles_once(sizes):
     graphs = []
     # capacities 32, 64 and 70, and every block
     for topk in (8, 7, 2, 9, 31, 32, 33, 40, 63, 64, 65, 69, 70, 71, 100, 3):
-        got, want = compiled(q, k, v, blocks, topk), fine_stage(q, k, v, blocks, topk)
-        torch.testing.assert_close(got, want)
-        pair = zip(torch.autograd.grad(got, (q, k, v)), torch.autograd.grad(want, (q, k, v)), strict=True)
+        actual, expected = compiled(q, k, v, blocks, topk), fine_stage(q, k, v, blocks, topk)
+        torch.testing.assert_close(actual, expected)
+        pair = zip(torch.autograd.grad(actual, (q, k, v)), torch.autograd.grad(expected, (q, k, v)), strict=True)
         for a, b in pair:
             torch.testing.assert_close(a, b)
         graphs.append(counter.frame_count)
@@ -94,10 +94,10 @@ def test_inductor():
     torch._dynamo.reset()
     blocks = Blocks.from_sizes([3, 5, 4])
     q, k, v = (torch.randn(2, 12, 2, 4, requires_grad=True) for _ in range(3))
-    got = torch.compile(fine_stage, fullgraph=True)(q, k, v, blocks, 2)
-    want = fine_stage(q, k, v, blocks, 2)
-    torch.testing.assert_close(got, want)
-    for a, b in zip(torch.autograd.grad(got, (q, k, v)), torch.autograd.grad(want, (q, k, v)), strict=True):
+    actual = torch.compile(fine_stage, fullgraph=True)(q, k, v, blocks, 2)
+    expected = fine_stage(q, k, v, blocks, 2)
+    torch.testing.assert_close(actual, expected)
+    for a, b in zip(torch.autograd.grad(actual, (q, k, v)), torch.autograd.grad(expected, (q, k, v)), strict=True):
         torch.testing.assert_close(a, b)
 
 

@@ -21,21 +21,21 @@ def test_matches_a_loop(sizes, batch, heads, permuted):
     if permuted:
         x = x.transpose(1, 2).contiguous().transpose(1, 2)
     x.requires_grad_()
-    got, want = block_mean_pool(x, Blocks.from_sizes(sizes)), loop(x, sizes)
-    torch.testing.assert_close(got, want)
-    grad = torch.randn_like(got)
-    torch.testing.assert_close(*(torch.autograd.grad(y, x, grad)[0] for y in (got, want)))
+    actual, expected = block_mean_pool(x, Blocks.from_sizes(sizes)), loop(x, sizes)
+    torch.testing.assert_close(actual, expected)
+    grad = torch.randn_like(actual)
+    torch.testing.assert_close(*(torch.autograd.grad(y, x, grad)[0] for y in (actual, expected)))
 
 
 @pytest.mark.parametrize("sizes", [[4, 4, 4], [3, 5, 1]], ids=str)
 def test_half_inputs_are_averaged_in_fp32(sizes, device):
     x = torch.randn(2, sum(sizes), 3, 8, device=device).bfloat16().requires_grad_()
-    got = block_mean_pool(x, Blocks.from_sizes(sizes, device))
-    assert got.dtype == torch.float32
-    torch.testing.assert_close(got, loop(x.float(), sizes))
+    actual = block_mean_pool(x, Blocks.from_sizes(sizes, device))
+    assert actual.dtype == torch.float32
+    torch.testing.assert_close(actual, loop(x.float(), sizes))
     # the control: averaging in bf16 is visibly worse
-    assert (loop(x, sizes).float() - got).abs().max() > 1e-4
-    (grad,) = torch.autograd.grad(got.sum(), x)
+    assert (loop(x, sizes).float() - actual).abs().max() > 1e-4
+    (grad,) = torch.autograd.grad(actual.sum(), x)
     assert grad.dtype == torch.bfloat16
 
 
@@ -48,8 +48,8 @@ def test_gradcheck():
 def test_nan_stays_in_its_block(device):
     x = torch.randn(1, 9, 1, 2, device=device)
     x[:, 4] = torch.nan
-    got = block_mean_pool(x, Blocks.from_sizes([3, 4, 2], device))
-    assert got.isnan().any(-1).squeeze().tolist() == [False, True, False]
+    actual = block_mean_pool(x, Blocks.from_sizes([3, 4, 2], device))
+    assert actual.isnan().any(-1).squeeze().tolist() == [False, True, False]
     for center in (None, torch.ones(1, 1, 2, device=device)):
         results = block_mean_and_similarity(x, Blocks.from_sizes([3, 4, 2], device), center=center)
         for result in results:
@@ -72,9 +72,9 @@ def test_similarity_is_the_mean_cosine_of_all_pairs(sizes, device):
     x = torch.randn(2, sum(sizes), 3, 5, dtype=torch.float64, device=device) + 0.3
     x[:, 2] = 0
     for center in (None, x.mean(1)):
-        got = block_mean_and_similarity(x, Blocks.from_sizes(sizes, device), center=center)
-        for y, want in zip(got, pairs_of(x, sizes, center), strict=True):
-            torch.testing.assert_close(y, want)
+        actual = block_mean_and_similarity(x, Blocks.from_sizes(sizes, device), center=center)
+        for y, expected in zip(actual, pairs_of(x, sizes, center), strict=True):
+            torch.testing.assert_close(y, expected)
     half = block_mean_and_similarity(x.bfloat16().requires_grad_(), Blocks.from_sizes(sizes, device))
     assert [y.dtype for y in half] == [torch.float32] * 2
     assert not any(y.requires_grad for y in half)

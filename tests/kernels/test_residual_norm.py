@@ -32,14 +32,14 @@ def problem(shape: tuple[int, int, int], kind: str, device: torch.device, dtype=
         return (0.5 + torch.randn(size, generator=g)).to(device, dtype)
 
     row = (C,) if "affine" in kind else (B, 1, C)
-    made = {
+    tensors = {
         "x": normal(B, L, C),
         "update": normal(B, L, C) if "update" in kind else None,
         "gate": normal(B, 1, C, dtype=torch.float32) if "gated" in kind else None,
         "weight": normal(*row, dtype=torch.float32),
         "bias": normal(*row, dtype=torch.float32),
     }
-    leaves = {name: None if x is None else x.requires_grad_() for name, x in made.items()}
+    leaves = {name: None if x is None else x.requires_grad_() for name, x in tensors.items()}
     return leaves | {"dtotal": normal(B, L, C), "dnorm": normal(B, L, C)}
 
 
@@ -51,18 +51,18 @@ def define(
         # the norm and the gradients are those of the sum that is returned, which is rounded
         exact = total + update.double() * (1 if gate is None else gate.double())
         total = exact + (exact.to(x.dtype).double() - exact).detach()
-    centred = total - total.mean(-1, keepdim=True)
-    variance = centred.square().sum(-1, keepdim=True) / (x.shape[-1] - bessel)
-    return total, centred / (variance + EPS).sqrt() * weight.double() + bias.double()
+    deviation = total - total.mean(-1, keepdim=True)
+    variance = deviation.square().sum(-1, keepdim=True) / (x.shape[-1] - bessel)
+    return total, deviation / (variance + EPS).sqrt() * weight.double() + bias.double()
 
 
 def results(function: Any, dtotal: Tensor, dnorm: Tensor, **inputs: Any) -> dict[str, Tensor]:
     """The sum, the norm, and the gradients of all tensors for gradients of both."""
     total, norm = function(**inputs)
-    given = {name: x for name, x in inputs.items() if x is not None}
+    leaves = {name: x for name, x in inputs.items() if x is not None}
     outputs, upstream = (total, norm), (dtotal.to(total.dtype), dnorm.to(norm.dtype))
-    grads = torch.autograd.grad(outputs, list(given.values()), upstream)
-    return {"total": total, "norm": norm} | {f"d{name}": grad for name, grad in zip(given, grads, strict=True)}
+    grads = torch.autograd.grad(outputs, list(leaves.values()), upstream)
+    return {"total": total, "norm": norm} | {f"d{name}": grad for name, grad in zip(leaves, grads, strict=True)}
 
 
 def assert_defined(shape: tuple[int, int, int], kind: str, backend: str, device: torch.device) -> None:
@@ -143,10 +143,10 @@ def test_triton_takes_any_strides(triton_device):
     p = problem((3, 4, 6), "modulated, gated update", triton_device)
     call = partial(residual_norm, eps=EPS, backend="triton")
     expected = results(call, **p)
-    turned = {name: x.detach().movedim(-1, 0).contiguous().movedim(0, -1) for name, x in p.items()}
-    upstream = {name: turned.pop(name) for name in ("dtotal", "dnorm")}
+    views = {name: x.detach().movedim(-1, 0).contiguous().movedim(0, -1) for name, x in p.items()}
+    upstream = {name: views.pop(name) for name in ("dtotal", "dnorm")}
     assert_close(
-        results(call, **upstream, **{k: v.requires_grad_() for k, v in turned.items()}), expected, torch.float32
+        results(call, **upstream, **{k: v.requires_grad_() for k, v in views.items()}), expected, torch.float32
     )
     # rows of modulation, as a block has them
     rows = torch.stack([p[name].detach() for name in ("gate", "weight", "bias")], 2).requires_grad_()
@@ -175,19 +175,19 @@ def test_triton_neither_sums_nor_keeps_for_frozen_tensors(kind, frozen, kept, tr
     call = partial(residual_norm, eps=EPS, backend="triton")
     everything = dict(zip(p, torch.autograd.grad(call(**p), list(p.values()), upstream), strict=True))
     some = {name: x.detach().requires_grad_(name not in frozen) for name, x in p.items()}
-    saved: list[Tensor] = []
+    saved_tensors: list[Tensor] = []
 
     def pack(x: Tensor) -> Tensor:
-        saved.append(x)
+        saved_tensors.append(x)
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         outputs = call(**some)
-    wanted = [name for name in p if name not in frozen]
-    grads = torch.autograd.grad(outputs, [some[name] for name in wanted], upstream)
-    for name, grad in zip(wanted, grads, strict=True):
+    names = [name for name in p if name not in frozen]
+    grads = torch.autograd.grad(outputs, [some[name] for name in names], upstream)
+    for name, grad in zip(names, grads, strict=True):
         assert torch.equal(grad, everything[name]), name
-    places = {x.data_ptr() for x in saved}
+    places = {x.data_ptr() for x in saved_tensors}
     assert {name for name, x in (some | {"total": outputs[0]}).items() if x.data_ptr() in places} == kept
 
 
@@ -279,10 +279,10 @@ def test_triton_opcheck(kind, triton_device):
     torch.library.opcheck(residual_norm_fwd, (*p.values(), EPS))
     plain = {name: None if x is None else x.detach() for name, x in p.items()}
     total, _, mean, rstd = residual_norm_fwd(*plain.values(), EPS)
-    updated, gated = plain["update"] is not None, plain["gate"] is not None
-    for update, bias in ((plain["update"] if gated else None, plain["bias"]), (None, None)):
+    has_update, has_gate = plain["update"] is not None, plain["gate"] is not None
+    for update, bias in ((plain["update"] if has_gate else None, plain["bias"]), (None, None)):
         call = (
-            dtotal if updated else None, dnorm, total if updated else plain["x"], update, plain["gate"],
+            dtotal if has_update else None, dnorm, total if has_update else plain["x"], update, plain["gate"],
             plain["weight"], bias, mean, rstd,
         )  # fmt: skip
         torch.library.opcheck(residual_norm_bwd, call)

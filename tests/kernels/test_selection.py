@@ -26,8 +26,8 @@ def expected(scores, topk, candidates, always):
         return (math.isnan(scores[j]), 0.0 if math.isnan(scores[j]) else -scores[j], j)
 
     compete = [j for j in range(len(scores)) if candidates[j] and not always[j]]
-    kept = sorted(compete, key=rank)[:topk]
-    return sorted(kept + [j for j in range(len(scores)) if always[j]])
+    best = sorted(compete, key=rank)[:topk]
+    return sorted(best + [j for j in range(len(scores)) if always[j]])
 
 
 @settings(max_examples=120, deadline=None)
@@ -45,17 +45,17 @@ def test_matches_a_sort(data, num_q, num_kv, dtype):
     index = select_topk(scores, rows, candidates=candidates, always=always)
     for b in range(2):
         for n in range(num_q):
-            want = expected(
+            columns = expected(
                 scores[b, 0, n].tolist(),
                 topk[n] if isinstance(topk, list) else topk,
                 [True] * num_kv if candidates is None else candidates[n].tolist(),
                 [False] * num_kv if always is None else always[n].tolist(),
             )
-            assert lists(index, (b, 0, n)) == want
+            assert lists(index, (b, 0, n)) == columns
             if index.max_blocks is not None:
-                assert len(want) <= index.max_blocks
+                assert len(columns) <= index.max_blocks
             if index.min_blocks is not None:
-                assert len(want) >= index.min_blocks
+                assert len(columns) >= index.min_blocks
     assert index.kv_indices.min() >= 0
     assert index.kv_indices.max() < num_kv
 
@@ -72,17 +72,17 @@ def test_every_k_keeps_the_largest(device):
     scores = torch.randn(2, 2, 5, 40, device=device)
     for topk in range(1, 41):
         index = select_topk(scores, topk)
-        kept = index.to_dense(40)
-        assert (kept.sum(-1) == topk).all()
-        lowest = scores.masked_fill(~kept, torch.inf).amin(-1)
-        assert (lowest >= scores.masked_fill(kept, -torch.inf).amax(-1)).all()
+        mask = index.to_dense(40)
+        assert (mask.sum(-1) == topk).all()
+        lowest = scores.masked_fill(~mask, torch.inf).amin(-1)
+        assert (lowest >= scores.masked_fill(mask, -torch.inf).amax(-1)).all()
 
 
 def test_permuted_scores_are_read_by_their_shape(device):
     scores = torch.randn(2, 9, 5, 3, device=device).permute(0, 3, 2, 1)
     assert not scores.is_contiguous()
-    got, want = select_topk(scores, 4), select_topk(scores.contiguous(), 4)
-    assert torch.equal(got.kv_indices, want.kv_indices)
+    view_index, copy_index = select_topk(scores, 4), select_topk(scores.contiguous(), 4)
+    assert torch.equal(view_index.kv_indices, copy_index.kv_indices)
 
 
 def test_gradients_do_not_flow(device):

@@ -21,8 +21,8 @@ shares = st.sampled_from([1e-9, 0.1, 0.25, 0.5, 0.9, 0.999, 1 - 1e-12, 1.0])
 
 def tensors_of_shares(shape):
     number = math.prod(shape)
-    drawn = st.lists(shares, min_size=number, max_size=number)
-    return drawn.map(lambda x: torch.tensor(x, dtype=torch.float64).view(shape))
+    elements = st.lists(shares, min_size=number, max_size=number)
+    return elements.map(lambda x: torch.tensor(x, dtype=torch.float64).view(shape))
 
 
 def lists(index, row):
@@ -48,20 +48,20 @@ def expected(scores, units, share, crossing, candidates, always):
         # NaN last, then by falling score, then by index
         return (math.isnan(scores[j]), 0.0 if math.isnan(scores[j]) else -scores[j], j)
 
-    ranked = sorted((j for j in range(len(scores)) if candidates[j] and not always[j]), key=rank)
-    total, before, kept = sum(units), 0, []
-    wanted = total * share
-    for j in ranked:
+    order = sorted((j for j in range(len(scores)) if candidates[j] and not always[j]), key=rank)
+    total, before, columns = sum(units), 0, []
+    budget = total * share
+    for j in order:
         after = before + units[j]
         inside = {
-            "keep": before < wanted,
-            "drop": total > 0 and after <= wanted,
-            "exceed": total > 0 and before <= wanted,
+            "keep": before < budget,
+            "drop": total > 0 and after <= budget,
+            "exceed": total > 0 and before <= budget,
         }[crossing]
-        if inside or share >= 1 or not kept:
-            kept.append(j)
+        if inside or share >= 1 or not columns:
+            columns.append(j)
         before = after
-    return sorted(kept + [j for j in range(len(scores)) if always[j]])
+    return sorted(columns + [j for j in range(len(scores)) if always[j]])
 
 
 @settings(max_examples=50, deadline=None)
@@ -91,8 +91,8 @@ def test_matches_sums_in_python(data, num_q, num_kv, dtype, crossing):
     for h, n in ((h, n) for h in range(2) for n in range(num_q)):
         row, compete = scores[0, h, n].tolist(), (candidates & ~always)[0, h, n].tolist()
         own = by_row[0, h, n].item()
-        allowed = (candidates[0, h, n].tolist(), always[0, h, n].tolist())
-        assert lists(index, (0, h, n)) == expected(row, units_of(row, compete), own, crossing, *allowed)
+        row_masks = (candidates[0, h, n].tolist(), always[0, h, n].tolist())
+        assert lists(index, (0, h, n)) == expected(row, units_of(row, compete), own, crossing, *row_masks)
 
 
 def test_weights_are_the_nearest_units(device):
@@ -117,8 +117,8 @@ def test_sums_of_a_row_fit_31_bits(device, num):
     assert total.max() >= 1 << 29
     ratio = units[0, 0, 1, -1] / units[0, 0, 1, 0]
     assert abs(float(ratio) - math.exp(-3)) < 2**-29 * num
-    kept = select_share(scores, 0.5, crossing="keep").kv_num_blocks
-    assert int(kept[0, 0, 0]) == (num + 1) // 2
+    counts = select_share(scores, 0.5, crossing="keep").kv_num_blocks
+    assert int(counts[0, 0, 0]) == (num + 1) // 2
 
 
 def test_far_logits_have_no_weight_and_a_whole_share_keeps_them(device):

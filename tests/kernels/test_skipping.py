@@ -41,7 +41,7 @@ def problem(case, dtype=torch.float64):
 
 def oracle(q, k, v, mask, *, q_blocks, kv_blocks, slice_rows, thresholds, keeps_sum=True):
     """Row by row; a slice looks at all its rows before any of them goes on."""
-    out, skipped = torch.zeros_like(q, dtype=torch.float64), torch.zeros(*mask.shape[:3], dtype=torch.int32)
+    out, skips = torch.zeros_like(q, dtype=torch.float64), torch.zeros(*mask.shape[:3], dtype=torch.int32)
     q_at, kv_at = q_blocks.offsets.tolist(), kv_blocks.offsets.tolist()
     q, k, v = (x.double() for x in (q, k, v))
     group = q.shape[2] // k.shape[2]
@@ -56,7 +56,7 @@ def oracle(q, k, v, mask, *, q_blocks, kv_blocks, slice_rows, thresholds, keeps_
                 local = {r: float(logits[r].max()) for r in rows}
                 new = {r: max(top[r], local[r]) for r in rows}
                 skip = max(local[r] - new[r] for r in rows) < float(thresholds[h])
-                skipped[b, h, i] += skip
+                skips[b, h, i] += skip
                 for r in rows:
                     p, factor = (logits[r] - new[r]).exp(), math.exp(top[r] - new[r])
                     total[r] = total[r] * factor + (0.0 if skip and not keeps_sum else float(p.sum()))
@@ -64,16 +64,16 @@ def oracle(q, k, v, mask, *, q_blocks, kv_blocks, slice_rows, thresholds, keeps_
                     top[r] = new[r]
             for r in rows:
                 out[b, r, h] = sums[r] / (total[r] or 1.0)
-    return out, skipped
+    return out, skips
 
 
 @pytest.mark.parametrize(("case", "keeps_sum"), [("even", False), ("ragged", True), ("ragged", False), ("mixed", True)])
 def test_the_reference_is_the_definition(case, keeps_sum):
     qkv, mask, blocks, options = problem(case)
-    out, skipped = skipping_attn(*qkv, BlockIndex.from_dense(mask), **blocks, **options, keeps_sum=keeps_sum)
+    out, skips = skipping_attn(*qkv, BlockIndex.from_dense(mask), **blocks, **options, keeps_sum=keeps_sum)
     expected, counts = oracle(*qkv, mask, **blocks, **options, keeps_sum=keeps_sum)
     assert torch.allclose(out, expected, atol=1e-12)
-    assert torch.equal(skipped, counts)
+    assert torch.equal(skips, counts)
     assert 0 < counts.sum() < mask.sum() * 4
     # the other denominator, other slices and thresholds are noticed
     for change in ({"keeps_sum": not keeps_sum}, {"slice_rows": 1}, {"thresholds": options["thresholds"] / 2}):
@@ -86,9 +86,9 @@ def test_without_a_threshold_nothing_is_skipped(case):
     qkv, mask, blocks, options = problem(case)
     index = BlockIndex.from_dense(mask)
     none = options | {"thresholds": torch.full((2,), -math.inf)}
-    out, skipped = skipping_attn(*qkv, index, **blocks, **none)
+    out, skips = skipping_attn(*qkv, index, **blocks, **none)
     assert torch.allclose(out, block_sparse_attn(*qkv, index, **blocks)[0], atol=1e-12)
-    assert not skipped.any()
+    assert not skips.any()
 
 
 @pytest.mark.parametrize(
@@ -99,15 +99,15 @@ def test_triton_is_the_reference(case, keeps_sum, triton_device):
     qkv, mask = [x[:1] for x in qkv], mask[:1]
     expected, counts = skipping_attn(*qkv, BlockIndex.from_dense(mask), **blocks, **options, keeps_sum=keeps_sum)
     on = lambda x: x.to(triton_device)  # noqa: E731
-    moved = {
+    device_blocks = {
         name: Blocks(offsets=on(x.offsets), max_size=x.max_size, min_size=x.min_size) for name, x in blocks.items()
     }
     index = BlockIndex.from_dense(on(mask))
     options["thresholds"] = on(options["thresholds"])
-    call = {**moved, **options, "keeps_sum": keeps_sum, "backend": "triton"}
-    out, skipped = skipping_attn(*map(on, qkv), index, **call)
+    call = {**device_blocks, **options, "keeps_sum": keeps_sum, "backend": "triton"}
+    out, skips = skipping_attn(*map(on, qkv), index, **call)
     assert torch.allclose(out.cpu(), expected, atol=2e-6)
-    assert torch.equal(skipped.cpu(), counts)
+    assert torch.equal(skips.cpu(), counts)
     # the tolerance would show a slice that was kept
     looser, _ = skipping_attn(*map(on, qkv), index, **call | {"thresholds": options["thresholds"] * 1.5})
     assert not torch.allclose(looser.cpu(), expected, atol=2e-5)
@@ -123,11 +123,11 @@ def test_half_precision_on_a_gpu(dtype):
     kv_blocks = Blocks.from_sizes([64] * 15 + [40], "cuda")
     index = BlockIndex.from_dense(torch.rand(1, 4, 8, 16, generator=generator).cuda() < 0.7)
     call = {"q_blocks": q_blocks, "kv_blocks": kv_blocks, "thresholds": torch.tensor([-1e9, -0.5, -0.05, 0.5]).cuda()}
-    out, skipped = skipping_attn(q * 3, k, v, index, **call, backend="triton")
+    out, skips = skipping_attn(q * 3, k, v, index, **call, backend="triton")
     # the same decisions as in fp64, but for ties
     exact, counts = skipping_attn((q * 3).double(), k.double(), v.double(), index, **call, backend="reference")
     plain, _ = skipping_attn(q * 3, k, v, index, **call, backend="reference")
-    assert (skipped - counts).abs().sum() <= 4
+    assert (skips - counts).abs().sum() <= 4
     assert counts[:, 0].sum() == 0
     assert counts.sum() > 300
     error, own = ((x.double() - exact).square().mean().sqrt() for x in (out, plain))

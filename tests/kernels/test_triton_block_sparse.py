@@ -74,10 +74,10 @@ def test_head_dims(head_dim, half, triton_device):
 
 def test_rows_without_blocks(triton_device):
     case = make_case([30, 40], [50, 20], batch=2, heads=2, density=0.0, device=triton_device)
-    got = run(case, "triton")
-    assert (got["out"] == 0).all()
-    assert (got["lse"] == -torch.inf).all()
-    assert all((got[name] == 0).all() for name in ("dq", "dk", "dv"))
+    actual = run(case, "triton")
+    assert (actual["out"] == 0).all()
+    assert (actual["lse"] == -torch.inf).all()
+    assert all((actual[name] == 0).all() for name in ("dq", "dk", "dv"))
 
 
 def test_an_undefined_lse_gradient_of_an_empty_row_stays_there(triton_device):
@@ -85,19 +85,19 @@ def test_an_undefined_lse_gradient_of_an_empty_row_stays_there(triton_device):
     counts = torch.tensor([[[0, 2]]], dtype=torch.int32, device=triton_device)
     case = replace(case, index=replace(case.index, kv_num_blocks=counts))
     clean = run(case, "triton")
-    poisoned = case.dlse.clone()
-    poisoned[..., :30] = torch.nan
-    got = run(replace(case, dlse=poisoned), "triton")
+    dlse = case.dlse.clone()
+    dlse[..., :30] = torch.nan
+    actual = run(replace(case, dlse=dlse), "triton")
     for name in NAMES:
-        assert torch.equal(got[name], clean[name])
+        assert torch.equal(actual[name], clean[name])
 
 
 def test_unselected_blocks_get_exactly_zero_gradient(triton_device):
     case = make_case([16] * 3, [16] * 4, heads=2, kv_heads=1, density=1.0, device=triton_device)
-    listed = torch.tensor([True, False, True, False], device=triton_device).expand(1, 1, 3, 4)
-    got = run(replace(case, index=BlockIndex.from_dense(listed)), "triton")
+    mask = torch.tensor([True, False, True, False], device=triton_device).expand(1, 1, 3, 4)
+    actual = run(replace(case, index=BlockIndex.from_dense(mask)), "triton")
     for name in ("dk", "dv"):
-        blocks = got[name].view(4, -1)
+        blocks = actual[name].view(4, -1)
         assert (blocks[1::2] == 0).all()
         assert (blocks[::2] != 0).any(-1).all()
 
@@ -113,48 +113,48 @@ def test_nan_reaches_only_what_lists_its_block(bad, sizes, triton_device):
     case = make_case(sizes, sizes, heads=2, kv_heads=2, head_dim=64, dtype=dtype, device=triton_device, seed=3)
     at = case.q_blocks.offsets.tolist()
     rows = slice(at[1], at[2])
-    seen = expand_mask(case).to(triton_device)
+    mask = expand_mask(case).to(triton_device)
     clean = run(case, "triton")
     if bad == "kv":
         k, v = case.k.clone(), case.v.clone()
         k[:, rows, 0], v[:, rows, 0] = torch.nan, torch.nan
-        got = run(replace(case, k=k, v=v), "triton")
-        q_reached = seen[0, :, :, rows].any(-1)
-        q_reached[1] = False
-        # what a reached query touches is reached in turn
-        kv_reached = (seen[0] & q_reached[..., None]).any(1)
-        kv_reached[0, rows] = True
+        actual = run(replace(case, k=k, v=v), "triton")
+        nan_queries = mask[0, :, :, rows].any(-1)
+        nan_queries[1] = False
+        # what a NaN query touches becomes NaN in turn
+        nan_keys = (mask[0] & nan_queries[..., None]).any(1)
+        nan_keys[0, rows] = True
     else:
         q, dout = case.q.clone(), case.dout.clone()
         q[:, rows, 0], dout[:, rows, 0] = torch.nan, torch.nan
-        got = run(replace(case, q=q, dout=dout), "triton")
-        q_reached = torch.zeros(2, seen.shape[2], dtype=torch.bool, device=triton_device)
-        q_reached[0, rows] = seen[0, 0, rows].any(-1)
-        kv_reached = (seen[0] & q_reached[..., None]).any(1)
+        actual = run(replace(case, q=q, dout=dout), "triton")
+        nan_queries = torch.zeros(2, mask.shape[2], dtype=torch.bool, device=triton_device)
+        nan_queries[0, rows] = mask[0, 0, rows].any(-1)
+        nan_keys = (mask[0] & nan_queries[..., None]).any(1)
         # their own outputs may be anything: the query is NaN whatever it lists
-        q_reached[0, rows] = True
-    assert q_reached.any()
-    assert not q_reached.all()
-    assert not kv_reached.all()
-    for name, reached in (("out", q_reached), ("dq", q_reached), ("dk", kv_reached), ("dv", kv_reached)):
-        untouched = ~reached.T
-        assert torch.equal(got[name][0][untouched], clean[name][0][untouched]), name
-    assert torch.equal(got["lse"][0][~q_reached], clean["lse"][0][~q_reached])
+        nan_queries[0, rows] = True
+    assert nan_queries.any()
+    assert not nan_queries.all()
+    assert not nan_keys.all()
+    for name, nan_rows in (("out", nan_queries), ("dq", nan_queries), ("dk", nan_keys), ("dv", nan_keys)):
+        clean_rows = ~nan_rows.T
+        assert torch.equal(actual[name][0][clean_rows], clean[name][0][clean_rows]), name
+    assert torch.equal(actual["lse"][0][~nan_queries], clean["lse"][0][~nan_queries])
 
 
 def test_strided_inputs(triton_device):
     case = make_case(
         [40, 9], [30, 21], batch=2, heads=2, kv_heads=2, dtype=dtype_of(triton_device), device=triton_device
     )
-    want = run(case, "triton")
+    expected = run(case, "triton")
     views = {}
     for name in ("q", "k", "v", "dout"):
         x = getattr(case, name)
         # heads outermost, as [B, H, L, D] kernels leave it, and q, k, v as parts of one projection
         views[name] = x.transpose(1, 2).contiguous().transpose(1, 2) if name != "k" else torch.cat([x, x], -1)[..., :16]
-    got = run(replace(case, **views), "triton")
+    actual = run(replace(case, **views), "triton")
     for name in NAMES:
-        assert torch.equal(got[name], want[name]), name
+        assert torch.equal(actual[name], expected[name]), name
 
 
 def test_parts_over_disjoint_blocks_merge_by_their_lse(triton_device):
@@ -165,10 +165,10 @@ def test_parts_over_disjoint_blocks_merge_by_their_lse(triton_device):
     blocks = dict(q_blocks=case.q_blocks, kv_blocks=case.kv_blocks, backend="triton")
     parts = [block_sparse_attn(q, k, v, BlockIndex.from_dense(m), **blocks) for m in (first, ~first)]
     share = torch.softmax(torch.stack([lse for _, lse in parts]), 0).transpose(2, 3)[..., None]
-    merged = share[0] * parts[0][0] + share[1] * parts[1][0]
-    grads = torch.autograd.grad(merged, (q, k, v), case.dout)
+    out = share[0] * parts[0][0] + share[1] * parts[1][0]
+    grads = torch.autograd.grad(out, (q, k, v), case.dout)
     whole = run(replace(case, dlse=torch.zeros_like(case.dlse)), "triton")
-    torch.testing.assert_close(merged, whole["out"], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(out, whole["out"], rtol=1e-4, atol=1e-5)
     for name, grad in zip(("dq", "dk", "dv"), grads, strict=True):
         torch.testing.assert_close(grad, whole[name], rtol=1e-4, atol=1e-5)
 
@@ -186,12 +186,12 @@ def test_the_order_of_programs_changes_no_bit(q_sizes, kv_sizes, fine, triton_de
     sides = {"heads": 4, "kv_heads": 2, "fine": fine, "kv_valid": fine, "dtype": dtype_of(triton_device)}
     case = make_case(q_sizes, kv_sizes, batch=2, **sides, device=triton_device)
     g = torch.Generator().manual_seed(0)
-    listed = torch.rand(2, 4, len(q_sizes), len(kv_sizes), generator=g) < 0.2
-    listed[..., 3] = True
-    masked = (torch.rand(listed.shape, generator=g) < 0.5) & listed if fine else None
-    index = vars(index_of(listed, masked, max(q_sizes), max(kv_sizes), g))
-    moved = {name: x.to(triton_device) for name, x in index.items() if isinstance(x, torch.Tensor)}
-    case = replace(case, index=BlockIndex(**{**index, **moved}))
+    selection = torch.rand(2, 4, len(q_sizes), len(kv_sizes), generator=g) < 0.2
+    selection[..., 3] = True
+    masked = (torch.rand(selection.shape, generator=g) < 0.5) & selection if fine else None
+    index = vars(index_of(selection, masked, max(q_sizes), max(kv_sizes), g))
+    tensors = {name: x.to(triton_device) for name, x in index.items() if isinstance(x, torch.Tensor)}
+    case = replace(case, index=BlockIndex(**{**index, **tensors}))
     mask = BlockMask(index=case.index, **case.blocks, kv_valid=case.kv_valid)
     lse = run(case, "reference")["lse"].float()
     plan = Plan.of("dkv", case.q, case.k, mask, False)
@@ -203,17 +203,17 @@ def test_the_order_of_programs_changes_no_bit(q_sizes, kv_sizes, fine, triton_de
             monkeypatch.setattr(triton_bwd, "long_first", lambda *_: order)
         return torch.stack(triton_bwd._run_dkv(*args))
 
-    made = []
+    orders = []
     long_first = triton_bwd.long_first
-    monkeypatch.setattr(triton_bwd, "long_first", lambda *args: made.append(long_first(*args)) or made[-1])
-    want = gradients()
-    assert want.isfinite().all()
-    (order,) = made
+    monkeypatch.setattr(triton_bwd, "long_first", lambda *args: orders.append(long_first(*args)) or orders[-1])
+    expected = gradients()
+    assert expected.isfinite().all()
+    (order,) = orders
     natural = torch.arange(len(order), dtype=torch.int32, device=triton_device)
     assert not torch.equal(order, natural)
-    shuffled = torch.randperm(len(order), generator=g).int().to(triton_device)
-    for other in (natural, shuffled):
-        assert torch.equal(gradients(other), want)
+    permutation = torch.randperm(len(order), generator=g).int().to(triton_device)
+    for other in (natural, permutation):
+        assert torch.equal(gradients(other), expected)
     # control: a block that no program takes keeps what its memory held, here nan
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
@@ -233,14 +233,14 @@ def test_a_scale_of_0_takes_the_mean(fine, triton_device):
     """Ragged blocks, masks, a row without any block: hidden logits are -inf, and -inf * 0 would be nan."""
     case = make_case([9, 4], [7, 16, 3], density=0.7, fine=fine, device=triton_device)
     case = replace(case, scale=0.0)
-    exact, plain, terms, got = define(case), run(case, "reference"), summed_terms(case), run(case, "triton")
+    exact, plain, terms, actual = define(case), run(case, "reference"), summed_terms(case), run(case, "triton")
     for name in ("out", "lse", "dv"):
-        assert_within_budget(got[name], plain[name], exact[name], name, terms[name])
+        assert_within_budget(actual[name], plain[name], exact[name], name, terms[name])
     for name in ("dq", "dk"):
         assert exact[name].abs().max() == 0
-        assert got[name].abs().max() < 1e-30
-    seen = expand_mask(case).sum(-1).to(got["lse"].device)
-    assert torch.allclose(got["lse"].exp(), seen.float())
+        assert actual[name].abs().max() < 1e-30
+    key_counts = expand_mask(case).sum(-1).to(actual["lse"].device)
+    assert torch.allclose(actual["lse"].exp(), key_counts.float())
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
@@ -255,19 +255,19 @@ def test_backward_of_large_activations(head_dim, triton_device):
         sides = {"heads": 4, "kv_heads": 2, "head_dim": head_dim, "dtype": torch.bfloat16, "device": triton_device}
         case = make_case(*sizes, batch=2, **sides, density=0.6)
     case = replace(case, q=case.q * 30, k=case.k * 30)
-    exact, plain, got, terms = define(case), run(case, "reference"), run(case, "triton"), summed_terms(case)
+    exact, plain, actual, terms = define(case), run(case, "reference"), run(case, "triton"), summed_terms(case)
     largest = float(exact["lse"][exact["lse"].isfinite()].abs().max())
     assert largest > 2000
-    torch.testing.assert_close(got["lse"].double(), exact["lse"], rtol=1e-5, atol=1e-2)
+    torch.testing.assert_close(actual["lse"].double(), exact["lse"], rtol=1e-5, atol=1e-2)
     # in fp32 the rounding of the logits themselves, which forward and backward may sum in another order, is the error
     spread = largest if case.q.dtype == torch.float32 else 1.0
     mask = BlockMask(index=case.index, q_blocks=case.q_blocks, kv_blocks=case.kv_blocks, kv_valid=None)
     args = (case.q, case.k, case.v, *mask.flatten(), case.q.shape[-1] ** -0.5, "triton")
-    rounded = got["lse"].to(torch.bfloat16).float()
-    wrong = dict(zip(NAMES[2:], block_sparse_bwd(case.dout, case.dlse, got["out"], rounded, *args), strict=True))
+    rounded_lse = actual["lse"].to(torch.bfloat16).float()
+    wrong = dict(zip(NAMES[2:], block_sparse_bwd(case.dout, case.dlse, actual["out"], rounded_lse, *args), strict=True))
     for name in ("out", "dq", "dk", "dv"):
         budget = (plain[name], exact[name], name, spread * terms[name])
-        assert_within_budget(got[name], *budget)
+        assert_within_budget(actual[name], *budget)
         if name in wrong:
             # control: p from an lse in half precision, which loses whole units there
             with pytest.raises(AssertionError, match=name):

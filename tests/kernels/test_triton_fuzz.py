@@ -158,14 +158,14 @@ def compiled(monkeypatch) -> dict[str, set[Any]]:
     """What kernels were compiled for, by their name."""
     import triton
 
-    found: dict[str, set[Any]] = defaultdict(set)
+    keys: dict[str, set[Any]] = defaultdict(set)
 
     def add(*, fn, key, **_):
         # once where two threads needed the same at the same time
-        found[fn.name.split(".")[-1]].add(key)
+        keys[fn.name.split(".")[-1]].add(key)
 
     monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", add)
-    return found
+    return keys
 
 
 def test_ragged_blocks_are_not_even_by_chance():
@@ -178,9 +178,9 @@ def test_ragged_blocks_are_not_even_by_chance():
 
 def assert_solved(seed: int, key: Key, device: torch.device) -> None:
     hard, case = _problem(seed, key, device)
-    got = run(hard, "triton")
-    assert all(x.dtype == (torch.float32 if name == "lse" else key.dtype) for name, x in got.items())
-    assert_right(case, got, f"problem {seed} {key}")
+    actual = run(hard, "triton")
+    assert all(x.dtype == (torch.float32 if name == "lse" else key.dtype) for name, x in actual.items())
+    assert_right(case, actual, f"problem {seed} {key}")
 
 
 @pytest.mark.timeout(900)
@@ -246,13 +246,13 @@ def test_logits_of_ten_thousand(triton_device):
     for dtype in dtypes:
         case = make_case([16, 9, 13], [16, 5, 16, 11], heads=2, kv_heads=2, dtype=dtype, device=triton_device)
         case = replace(case, q=case.q * 100, k=case.k * 100)
-        exact, plain, got = define(case), run(case, "reference"), run(case, "triton")
+        exact, plain, actual = define(case), run(case, "reference"), run(case, "triton")
         assert exact["lse"][exact["lse"].isfinite()].abs().max() > 1e4
-        torch.testing.assert_close(got["lse"].double(), exact["lse"], rtol=1e-5, atol=1e-2)
+        torch.testing.assert_close(actual["lse"].double(), exact["lse"], rtol=1e-5, atol=1e-2)
         for name in ("out", "dq", "dk", "dv"):
-            assert got[name].isfinite().all(), name
+            assert actual[name].isfinite().all(), name
             # rounding of the logits alone is 1e-3 here
-            far = (got[name] - exact[name]).abs().max() / exact[name].abs().max()
+            far = (actual[name] - exact[name]).abs().max() / exact[name].abs().max()
             near = (plain[name] - exact[name]).abs().max() / exact[name].abs().max()
             assert far < 2 * near + 2e-2, f"{dtype} {name}: {far:.3g} against {near:.3g}"
 
@@ -274,16 +274,16 @@ def test_memory_does_not_grow():
         (out.float().sum() + lse.sum()).backward()
         q.grad = k.grad = v.grad = None
 
-    def used() -> tuple[int, int]:
+    def memory() -> tuple[int, int]:
         torch.cuda.synchronize()
         return torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
 
     for i in range(80):
         step(1 + i % 40)
-    before = used()
+    before = memory()
     for i in range(500):
         step(1 + i % 40)
-    assert used() == before
+    assert memory() == before
 
 
 @pytest.mark.gpu
@@ -308,9 +308,9 @@ def test_offsets_past_2_31_elements(far):
         # q, k, v and dout lie beside each other inside the steps of the smaller stride
         views[name] = buffer.as_strided((*shape, D), (*strides, 1), 2 * D * i if far != "head" else D * i)
         views[name].copy_(getattr(case, name))
-    want = _forward_backward(case)
-    got = _forward_backward(replace(case, **views))
-    for name, a, b in zip(NAMES, got, want, strict=True):
+    expected = _forward_backward(case)
+    actual = _forward_backward(replace(case, **views))
+    for name, a, b in zip(NAMES, actual, expected, strict=True):
         assert torch.equal(a, b), name
 
 
@@ -340,9 +340,9 @@ def test_outputs_past_2_31_elements():
             kv_blocks=Blocks.from_sizes([64], "cuda"),
         )
 
-    got, want = _forward_backward(case(q)), _forward_backward(case(q[:, -256:]))
-    assert torch.equal(got[0][:, -256:], want[0])
-    assert torch.equal(got[1][..., -256:], want[1])
-    assert torch.equal(got[2][:, -256:], want[2])
-    assert got[3].isfinite().all()
-    assert got[4].isfinite().all()
+    actual, expected = _forward_backward(case(q)), _forward_backward(case(q[:, -256:]))
+    assert torch.equal(actual[0][:, -256:], expected[0])
+    assert torch.equal(actual[1][..., -256:], expected[1])
+    assert torch.equal(actual[2][:, -256:], expected[2])
+    assert actual[3].isfinite().all()
+    assert actual[4].isfinite().all()

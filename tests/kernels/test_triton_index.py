@@ -43,10 +43,10 @@ def lists_of(mask, spare=0, shuffled=False):
     counts = mask.sum(-1, dtype=torch.int32)
     lists = torch.full((*mask.shape[:3], int(counts.max()) + spare), POISON, dtype=torch.int32)
     for row in torch.cartesian_prod(*(torch.arange(n) for n in mask.shape[:3])).view(-1, 3).tolist():
-        chosen = mask[tuple(row)].nonzero().squeeze(-1).int()
+        columns = mask[tuple(row)].nonzero().squeeze(-1).int()
         if shuffled:
-            chosen = chosen[torch.randperm(len(chosen))]
-        lists[tuple(row)][: len(chosen)] = chosen
+            columns = columns[torch.randperm(len(columns))]
+        lists[tuple(row)][: len(columns)] = columns
     return lists, counts
 
 
@@ -61,8 +61,8 @@ def assert_transposed(index, mask):
     for b in range(B):
         for h in range(H):
             # the columns one after the other, each ascending
-            want = mask[b, h].T.nonzero()[:, 1].int()
-            assert torch.equal(rows[b, h, : len(want)], want)
+            expected = mask[b, h].T.nonzero()[:, 1].int()
+            assert torch.equal(rows[b, h, : len(expected)], expected)
 
 
 @fuzz
@@ -89,21 +89,21 @@ def test_the_masked_part_with_its_ids(triton_device, batch, heads, num_q, num_kv
     lists, counts = lists_of(mask, spare + 1, shuffled)
     first = (torch.rand(counts.shape) * (counts + 1)).int()
     ids = torch.full_like(lists, POISON)
-    want = torch.full((batch, heads, num_kv, num_q), -1, dtype=torch.int32)
+    expected = torch.full((batch, heads, num_kv, num_q), -1, dtype=torch.int32)
     for row in torch.cartesian_prod(*(torch.arange(n) for n in mask.shape[:3])).view(-1, 3).tolist():
         b, h, n = row
-        full, listed = int(first[b, h, n]), int(counts[b, h, n])
-        ids[b, h, n, full:listed] = torch.randint(0, 1 << 20, (listed - full,), dtype=torch.int32)
+        full, count = int(first[b, h, n]), int(counts[b, h, n])
+        ids[b, h, n, full:count] = torch.randint(0, 1 << 20, (count - full,), dtype=torch.int32)
         mask[b, h, n, lists[b, h, n, :full].long()] = False
-        want[b, h, lists[b, h, n, full:listed].long(), n] = ids[b, h, n, full:listed]
+        expected[b, h, lists[b, h, n, full:count].long(), n] = ids[b, h, n, full:count]
     index = transpose(lists, counts, num_kv, triton_device, first=first, mask_ids=ids)
     assert_transposed(index, mask)
     assert index.mask_ids.shape == index.rows.shape
     for b in range(batch):
         for h in range(heads):
             # column after column, each in the order of its rows
-            wanted = want[b, h][mask[b, h].T]
-            assert torch.equal(index.mask_ids[b, h, : len(wanted)].cpu(), wanted)
+            expected_ids = expected[b, h][mask[b, h].T]
+            assert torch.equal(index.mask_ids[b, h, : len(expected_ids)].cpu(), expected_ids)
 
 
 @pytest.mark.parametrize(("num_q", "num_kv"), [(32, 32), (33, 300), (257, 31), further(130, 260)])
@@ -130,9 +130,9 @@ def test_expanded_and_strided_lists(triton_device):
     mask = torch.rand(1, 1, 40, 20) < 0.4
     lists, counts = lists_of(mask)
     wide = torch.full((1, 40, 1, 64), POISON, dtype=torch.int32)
-    strided = wide.transpose(1, 2)[..., : lists.shape[-1]]
-    strided.copy_(lists)
-    assert_transposed(transpose(strided, counts, 20, triton_device), mask)
+    view = wide.transpose(1, 2)[..., : lists.shape[-1]]
+    view.copy_(lists)
+    assert_transposed(transpose(view, counts, 20, triton_device), mask)
     both = (lists.expand(2, 3, -1, -1), counts.expand(2, 3, -1))
     assert_transposed(transpose(*both, 20, triton_device), mask.expand(2, 3, -1, -1))
 
@@ -212,9 +212,9 @@ def test_large_and_repeatable(triton_device, num, topk, heads):
     mask.scatter_(-1, lists[..., :topk].long(), True)
     first = transpose(lists, counts, num, triton_device)
     assert_transposed(first, mask.cpu())
-    used = heads * [num * topk]
+    lengths = heads * [num * topk]
     for _ in range(50):
         again = transpose(lists, counts, num, triton_device)
         assert torch.equal(again.row_offsets, first.row_offsets)
-        for h, n in enumerate(used):
+        for h, n in enumerate(lengths):
             assert torch.equal(again.rows[0, h, :n], first.rows[0, h, :n])

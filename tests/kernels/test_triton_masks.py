@@ -51,16 +51,16 @@ def test_packed_words(triton_device, masks, rows, columns, transposed, seed):
     from vsa_kernels.block_sparse.triton_masks import pack_words
 
     bits = torch.rand(masks, rows, columns, generator=torch.Generator().manual_seed(seed)) < 0.5
-    given = bits.to(triton_device)
+    device_bits = bits.to(triton_device)
     if transposed:
-        given = given.transpose(1, 2).contiguous().transpose(1, 2)
-    words = pack_words(given).cpu()
+        device_bits = device_bits.transpose(1, 2).contiguous().transpose(1, 2)
+    words = pack_words(device_bits).cpu()
     assert words.shape == (masks, -(-columns // 64), rows)
-    unpacked = (words[..., None] >> torch.arange(64)) & 1
+    unpacked_bits = (words[..., None] >> torch.arange(64)) & 1
     # [masks, words, rows, 64] -> [masks, rows, words * 64]
-    unpacked = unpacked.transpose(1, 2).flatten(2).bool()
-    assert torch.equal(unpacked[..., :columns], bits)
-    assert not unpacked[..., columns:].any()
+    unpacked_bits = unpacked_bits.transpose(1, 2).flatten(2).bool()
+    assert torch.equal(unpacked_bits[..., :columns], bits)
+    assert not unpacked_bits[..., columns:].any()
 
 
 SIZES = [
@@ -133,8 +133,8 @@ def windows(case: Case, window: int) -> Case:
     q, kv = case.q_blocks.max_size, case.kv_blocks.max_size
     place_q, place_kv = torch.arange(num_q * q), torch.arange(num_kv * kv)
     first = (place_q - window // 2).clamp(0, num_kv * kv - window)[:, None]
-    seen = (place_kv >= first) & (place_kv < first + window)
-    blocks = seen.view(num_q, q, num_kv, kv).transpose(1, 2)
+    mask = (place_kv >= first) & (place_kv < first + window)
+    blocks = mask.view(num_q, q, num_kv, kv).transpose(1, 2)
     whole, some = blocks.all(-1).all(-1), blocks.any(-1).any(-1)
     bits, ids = blocks.flatten(0, 1).unique(dim=0, return_inverse=True)
     ids = ids.view(num_q, num_kv)
@@ -148,7 +148,7 @@ def windows(case: Case, window: int) -> Case:
     tensors = {"kv_indices": lists, "kv_num_blocks": counts, "kv_num_full_blocks": full, "mask_ids": mask_ids}
     index = BlockIndex(**{name: x.to(case.q.device) for name, x in tensors.items()}, mask_bits=bits.to(case.q.device))
     case = replace(case, index=index)
-    assert torch.equal(expand_mask(case)[0, 0], seen)
+    assert torch.equal(expand_mask(case)[0, 0], mask)
     return case
 
 
@@ -169,36 +169,36 @@ def test_queries_that_see_nothing(triton_device):
     bits = torch.ones(3, size, size, dtype=torch.bool)
     bits[0], bits[1, size // 2 :], bits[2, :, -1] = False, False, False
     case = masked(case, bits, torch.tensor([[0, 0], [1, 0], [2, 2]]))
-    got = run(case, "triton")
-    assert_right(case, got)
+    actual = run(case, "triton")
+    assert_right(case, actual)
     blind = ~expand_mask(case).any(-1)[0, 0]
     assert int(blind.sum()) == size + size // 2
-    assert (got["out"][:, blind] == 0).all()
-    assert (got["dq"][:, blind] == 0).all()
-    assert (got["lse"][..., blind] == -torch.inf).all()
+    assert (actual["out"][:, blind] == 0).all()
+    assert (actual["dq"][:, blind] == 0).all()
+    assert (actual["lse"][..., blind] == -torch.inf).all()
     for name in ("dk", "dv"):
         unseen = [*range(size + size - 1, 2 * size)]
-        assert (got[name][:, unseen] == 0).all()
+        assert (actual[name][:, unseen] == 0).all()
     # the gradient of a lse of -inf may be anything
     dlse = case.dlse.masked_fill(blind.to(triton_device), torch.nan)
     again = run(replace(case, dlse=dlse), "triton")
-    assert all(torch.equal(again[name], got[name]) for name in NAMES)
+    assert all(torch.equal(again[name], actual[name]) for name in NAMES)
 
 
 @pytest.mark.parametrize("full", [further(0), further(1), further(3)])
 def test_masks_that_hide_nothing_change_no_bit(full, triton_device):
     sizes = ([16, 9, 16], [16, 16, 5]) if triton_device.type == "cpu" else ([64, 50, 64], [64, 64, 13])
     case = make_case(*sizes, heads=2, kv_heads=1, density=1.0, dtype=half(triton_device), device=triton_device)
-    want = run(case, "triton")
+    expected = run(case, "triton")
     bits = torch.ones(1, case.q_blocks.max_size, case.kv_blocks.max_size, dtype=torch.bool)
-    got = run(masked(case, bits, torch.zeros(3, 3), full), "triton")
+    actual = run(masked(case, bits, torch.zeros(3, 3), full), "triton")
     if triton_device.type == "cuda":
         # which products and sums become one instruction is up to the compiler of each kernel
-        return assert_right(case, got)
+        return assert_right(case, actual)
     for name in NAMES:
         # sums of dk and dv run over full entries first: the same order with all or none
         if full in (0, 3) or name not in ("dk", "dv"):
-            assert torch.equal(got[name], want[name]), name
+            assert torch.equal(actual[name], expected[name]), name
 
 
 def _changed(case: Case, **changes: Tensor) -> Case:
@@ -254,11 +254,11 @@ def damageable(triton_device) -> tuple[Case, dict[str, Any]]:
 
 @pytest.mark.parametrize("damage", ["bit", "full", *(further(name) for name in DAMAGES if name not in ("bit", "full"))])
 def test_the_budget_notices_a_damaged_mask(damage, damageable, triton_device):
-    case, known = damageable
-    got, wrong = run(case, "triton"), run(DAMAGES[damage](case), "triton")
+    case, references = damageable
+    actual, wrong = run(case, "triton"), run(DAMAGES[damage](case), "triton")
     for name in NAMES:
-        budget = (known["plain"][name], known["exact"][name], name, known["terms"][name])
-        assert_within_budget(got[name], *budget)
+        budget = (references["plain"][name], references["exact"][name], name, references["terms"][name])
+        assert_within_budget(actual[name], *budget)
         with pytest.raises(AssertionError, match=name):
             assert_within_budget(wrong[name], *budget)
 

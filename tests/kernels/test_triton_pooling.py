@@ -79,9 +79,9 @@ def assert_means(got, x, sizes):
 def test_means_of_any_shape(triton_device, sizes, batch, heads, dim, layout):
     for dtype in dtypes(triton_device):
         xs = [tokens((batch, sum(sizes), n, dim), layout, dtype, triton_device) for n in heads]
-        got = kernels().forward(xs, *arguments(sizes, triton_device))
-        assert len(got) == len(xs)
-        for mean, x in zip(got, xs, strict=True):
+        actual = kernels().forward(xs, *arguments(sizes, triton_device))
+        assert len(actual) == len(xs)
+        for mean, x in zip(actual, xs, strict=True):
             assert_means(mean, x, sizes)
 
 
@@ -99,21 +99,21 @@ def test_means_and_gradient_at_real_head_dims(triton_device, sizes, dim):
         xs = [tokens((1, sum(sizes), n, dim), "plain", dtype, triton_device) for n in (9, 2, 3)]
         for mean, x in zip(kernels().forward(xs, *offsets), xs, strict=True):
             assert_means(mean, x, sizes)
-            got = kernels().backward(mean, *offsets, sum(sizes), dtype)
+            actual = kernels().backward(mean, *offsets, sum(sizes), dtype)
             # by a tensor: PyTorch on a GPU multiplies by the rounded inverse of a number
             size = torch.tensor(sizes, device=triton_device)
-            want = torch.repeat_interleave((mean / size[:, None, None]).to(dtype), size, 1)
-            assert got.is_contiguous()
-            assert torch.equal(got, want)
+            expected = torch.repeat_interleave((mean / size[:, None, None]).to(dtype), size, 1)
+            assert actual.is_contiguous()
+            assert torch.equal(actual, expected)
 
 
 def test_gradient_of_a_strided_mean(triton_device):
     sizes = [2, 5]
     grad = torch.randn(2, 2, 7, 3, device=triton_device).transpose(2, 3)
-    got = kernels().backward(grad, *arguments(sizes, triton_device), 7, torch.float32)
+    actual = kernels().backward(grad, *arguments(sizes, triton_device), 7, torch.float32)
     size = torch.tensor(sizes, device=triton_device)
-    want = torch.repeat_interleave(grad / size[:, None, None], size, 1)
-    assert torch.equal(got, want)
+    expected = torch.repeat_interleave(grad / size[:, None, None], size, 1)
+    assert torch.equal(actual, expected)
 
 
 @pytest.mark.parametrize("sizes", [[8, 8, 8], [5, 11, 3]], ids=str)
@@ -123,10 +123,10 @@ def test_nothing_leaks_from_the_neighbours(triton_device, sizes):
     x = store[:, : sum(sizes), 1:4, :20]
     x.copy_(torch.randn_like(x))
     x[:, sizes[0] : sizes[0] + sizes[1]] = torch.nan
-    (got,) = kernels().forward((x,), *arguments(sizes, triton_device))
-    assert got.isnan().flatten(2).all(-1).tolist() == [[False, True, False]]
-    assert not got[:, ::2].isnan().any()
-    dx = kernels().backward(got, *arguments(sizes, triton_device), sum(sizes), torch.float32)
+    (actual,) = kernels().forward((x,), *arguments(sizes, triton_device))
+    assert actual.isnan().flatten(2).all(-1).tolist() == [[False, True, False]]
+    assert not actual[:, ::2].isnan().any()
+    dx = kernels().backward(actual, *arguments(sizes, triton_device), sum(sizes), torch.float32)
     inside = torch.arange(sum(sizes), device=triton_device)
     middle = (inside >= sizes[0]) & (inside < sizes[0] + sizes[1])
     assert torch.equal(dx.isnan().flatten(2).any(-1)[0], middle)
@@ -138,20 +138,20 @@ def test_sums_are_fp32(triton_device):
     for dtype in dtypes(triton_device):
         values = x.to(dtype)
         values[:, ::2] = 1 / 3
-        (got,) = kernels().forward((values,), *arguments([256], triton_device))
-        torch.testing.assert_close(got.double(), loop(values, [256]), rtol=1e-6, atol=0)
+        (actual,) = kernels().forward((values,), *arguments([256], triton_device))
+        torch.testing.assert_close(actual.double(), loop(values, [256]), rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("sizes", [[4, 4, 4], [1, 9, 2]], ids=str)
 def test_public_call_and_its_gradient(triton_device, sizes):
     blocks = Blocks.from_sizes(sizes, triton_device)
     x = torch.randn(2, sum(sizes), 3, 16, device=triton_device, requires_grad=True)
-    got = block_mean_pool(x, blocks, backend="triton")
-    assert_means(got.detach(), x.detach(), sizes)
-    grad = torch.randn_like(got)
-    (dx,) = torch.autograd.grad(got, x, grad)
-    want = torch.autograd.grad(loop(x, sizes), x, grad.double())[0]
-    torch.testing.assert_close(dx, want, rtol=1e-6, atol=1e-7)
+    actual = block_mean_pool(x, blocks, backend="triton")
+    assert_means(actual.detach(), x.detach(), sizes)
+    grad = torch.randn_like(actual)
+    (dx,) = torch.autograd.grad(actual, x, grad)
+    expected = torch.autograd.grad(loop(x, sizes), x, grad.double())[0]
+    torch.testing.assert_close(dx, expected, rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("sizes", [[3, 3, 3], [2, 4, 3]], ids=str)
@@ -175,13 +175,15 @@ def test_similarity(triton_device, sizes, layout):
             x = (x * torch.rand(sum(sizes), 1, 1, device=triton_device).to(dtype)).clone()
             x[:, 1] = 0
             center = x.float().mean(1) if centered else None
-            got = block_mean_and_similarity(x, Blocks.from_sizes(sizes, triton_device), center=center, backend="triton")
+            actual = block_mean_and_similarity(
+                x, Blocks.from_sizes(sizes, triton_device), center=center, backend="triton"
+            )
             means, similarity = (y.to(triton_device) for y in pairs_of(x, sizes, center))
-            assert got[0].dtype == got[1].dtype == torch.float32
-            torch.testing.assert_close(got[0].double(), means, rtol=1e-5, atol=1e-6)
-            torch.testing.assert_close(got[1].double(), similarity, rtol=1e-5, atol=1e-6)
+            assert actual[0].dtype == actual[1].dtype == torch.float32
+            torch.testing.assert_close(actual[0].double(), means, rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(actual[1].double(), similarity, rtol=1e-5, atol=1e-6)
             # the control: similarity of tokens as long as they are is another
-            assert (got[0].double().square().sum(-1) - similarity).abs().max() > 1e-2
+            assert (actual[0].double().square().sum(-1) - similarity).abs().max() > 1e-2
 
 
 def test_strides_past_two_billion(triton_device):
@@ -191,8 +193,8 @@ def test_strides_past_two_billion(triton_device):
     store = torch.zeros(stride * 134, dtype=torch.bfloat16, device=triton_device)
     x = store.as_strided((1, 134, 2, 64), (stride * 134, stride, 64, 1))
     x.normal_()
-    (got,) = kernels().forward((x,), *arguments(sizes, triton_device))
-    assert_means(got, x.contiguous(), sizes)
+    (actual,) = kernels().forward((x,), *arguments(sizes, triton_device))
+    assert_means(actual, x.contiguous(), sizes)
 
 
 def test_named_backend_says_why_it_refuses():

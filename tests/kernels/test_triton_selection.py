@@ -50,8 +50,8 @@ def expected(scores, topk, candidates=None, always=None):
         # NaN last, then by falling score, then by index
         return (math.isnan(scores[j]), 0.0 if math.isnan(scores[j]) else -scores[j], j)
 
-    kept = sorted((j for j in columns if candidates[j] and not always[j]), key=rank)[: max(topk, 0)]
-    return sorted(kept + [j for j in columns if always[j]])
+    best = sorted((j for j in columns if candidates[j] and not always[j]), key=rank)[: max(topk, 0)]
+    return sorted(best + [j for j in columns if always[j]])
 
 
 def assert_rows(got, scores, topk, candidates=None, always=None):
@@ -61,10 +61,10 @@ def assert_rows(got, scores, topk, candidates=None, always=None):
     B, H, Nq, _ = scores.shape
     for b, h, n in ((b, h, n) for b in range(B) for h in range(H) for n in range(Nq)):
         masks = (None if m is None else m[n].tolist() for m in (candidates, always))
-        want = expected(scores[b, h, n].tolist(), topk if isinstance(topk, int) else topk[n], *masks)
-        assert counts[b, h, n] == len(want)
-        want = (want + [0] * indices.shape[-1])[: indices.shape[-1]]
-        assert indices[b, h, n].tolist() == want
+        columns = expected(scores[b, h, n].tolist(), topk if isinstance(topk, int) else topk[n], *masks)
+        assert counts[b, h, n] == len(columns)
+        columns = (columns + [0] * indices.shape[-1])[: indices.shape[-1]]
+        assert indices[b, h, n].tolist() == columns
 
 
 @fuzz
@@ -84,13 +84,13 @@ def test_ties_masks_and_counts_per_row(triton_device, data, num_q, num_kv):
     rows = draw(st.lists(st.integers(0, num_kv + 2), min_size=num_q, max_size=num_q))
     for dtype in dtypes:
         x = scores.to(dtype)
-        got = select(x.to(triton_device), topk, None, *on_device)
-        assert_rows(got, x, topk, candidates, always)
+        actual = select(x.to(triton_device), topk, None, *on_device)
+        assert_rows(actual, x, topk, candidates, always)
         for int_dtype in (torch.int32, torch.int64):
-            got = select(
+            actual = select(
                 x.to(triton_device), None, torch.tensor(rows, dtype=int_dtype, device=triton_device), *on_device
             )
-            assert_rows(got, x, rows, candidates, always)
+            assert_rows(actual, x, rows, candidates, always)
 
 
 test_further_ties = pytest.mark.slow(
@@ -137,8 +137,8 @@ def test_wide_rows(triton_device, num):
     always = torch.rand(len(rows), num) < 0.02
     for topk in (num // 10, num):
         assert_rows(select(scores.to(triton_device), topk), scores, topk)
-    got = select(scores.to(triton_device), 33, None, candidates.to(triton_device), always.to(triton_device))
-    assert_rows(got, scores, 33, candidates, always)
+    actual = select(scores.to(triton_device), 33, None, candidates.to(triton_device), always.to(triton_device))
+    assert_rows(actual, scores, 33, candidates, always)
 
 
 def test_equals_the_reference_entry_by_entry(triton_device):
@@ -146,8 +146,11 @@ def test_equals_the_reference_entry_by_entry(triton_device):
 
     scores = torch.randint(-3, 4, (1, 2, 3, 50)).float().to(triton_device)
     for topk, capacity in ((1, 32), (7, 32), (33, 50), (50, 50)):
-        got, want = select(scores, topk, capacity=capacity), reference.select(scores, topk, None, None, None, capacity)
-        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+        ours, theirs = (
+            select(scores, topk, capacity=capacity),
+            reference.select(scores, topk, None, None, None, capacity),
+        )
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
 def test_strided_scores(triton_device):
@@ -175,20 +178,20 @@ def test_public_call(triton_device):
     scores = torch.randn(1, 2, 3, 70, device=triton_device)
     always = torch.rand(3, 70, device=triton_device) < 0.1
     for arguments in ({"topk": 5}, {"topk": 99}, {"topk": 5, "always": always}):
-        got, want = (select_topk(scores, **arguments, backend=name) for name in ("triton", "reference"))
-        assert torch.equal(got.to_dense(70), want.to_dense(70))
-        assert got.kv_indices.shape == want.kv_indices.shape
-        assert (got.max_blocks, got.min_blocks) == (want.max_blocks, want.min_blocks)
+        ours, theirs = (select_topk(scores, **arguments, backend=name) for name in ("triton", "reference"))
+        assert torch.equal(ours.to_dense(70), theirs.to_dense(70))
+        assert ours.kv_indices.shape == theirs.kv_indices.shape
+        assert (ours.max_blocks, ours.min_blocks) == (theirs.max_blocks, theirs.min_blocks)
 
 
 def test_opcheck(triton_device):
     from vsa_kernels.selection.op import select_topk_op
 
     scores = torch.randn(2, 1, 3, 5, device=triton_device)
-    allowed = torch.rand(3, 5, device=triton_device) < 0.5
+    candidates = torch.rand(3, 5, device=triton_device) < 0.5
     rows = torch.tensor([1, 2, 3], dtype=torch.int32, device=triton_device)
     torch.library.opcheck(select_topk_op, (scores, 2, None, None, None, 5, "triton"))
-    torch.library.opcheck(select_topk_op, (scores, None, rows, allowed, ~allowed, 5, "triton"))
+    torch.library.opcheck(select_topk_op, (scores, None, rows, candidates, ~candidates, 5, "triton"))
 
 
 def test_what_does_not_fit_takes_the_reference(triton_device):

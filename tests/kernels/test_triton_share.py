@@ -37,17 +37,17 @@ def assert_as_reference(device, scores, share, crossing, candidates=None, always
     """Both backends list the same blocks; what follows a count is 0."""
     x, candidates, always, share = *on(device, scores, candidates, always), share
     share = share.to(device) if isinstance(share, torch.Tensor) else share
-    got, want = (
+    ours, theirs = (
         select_share(x, share, crossing=crossing, candidates=candidates, always=always, backend=name)
         for name in ("triton", "reference")
     )
     num = scores.shape[-1]
-    assert got.kv_indices.dtype == got.kv_num_blocks.dtype == torch.int32
-    assert got.kv_indices.shape == want.kv_indices.shape == scores.shape
-    assert torch.equal(got.kv_num_blocks, want.kv_num_blocks)
-    listed = torch.arange(num, device=device) < got.kv_num_blocks[..., None]
-    assert torch.equal(got.kv_indices, want.kv_indices * listed)
-    return got
+    assert ours.kv_indices.dtype == ours.kv_num_blocks.dtype == torch.int32
+    assert ours.kv_indices.shape == theirs.kv_indices.shape == scores.shape
+    assert torch.equal(ours.kv_num_blocks, theirs.kv_num_blocks)
+    entries = torch.arange(num, device=device) < ours.kv_num_blocks[..., None]
+    assert torch.equal(ours.kv_indices, theirs.kv_indices * entries)
+    return ours
 
 
 @fuzz
@@ -87,9 +87,9 @@ def test_ties_masks_and_shares_of_heads(triton_device, data, num_q, num_kv, cros
     for h in range(num_q):
         row, own, forced = (x[0, h, 0].tolist() for x in (scores, candidates, always))
         compete = [c and not a for c, a in zip(own, forced, strict=True)]
-        want = expected(row, units_of(row, compete), float(share[h]), crossing, own, forced)
-        assert index.kv_indices[0, h, 0, : len(want)].tolist() == want
-        assert index.kv_num_blocks[0, h, 0] == len(want)
+        columns = expected(row, units_of(row, compete), float(share[h]), crossing, own, forced)
+        assert index.kv_indices[0, h, 0, : len(columns)].tolist() == columns
+        assert index.kv_num_blocks[0, h, 0] == len(columns)
 
 
 test_further_ties = pytest.mark.slow(
@@ -187,14 +187,14 @@ def test_what_does_not_fit_takes_the_reference(triton_device):
     each = torch.full((1, 1, 1), 0.5, dtype=torch.float64, device=triton_device)
     for scores in (torch.randn(1, 1, 1, 8193), torch.randn(1, 1, 2, 3, dtype=torch.float64)):
         x = scores.to(triton_device)
-        got, want = (
+        ours, theirs = (
             triton_share.select(x, each, "keep", None, None),
             reference.select_share(x, each, "keep", None, None),
         )
-        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
         with pytest.raises(ValueError, match="backend triton takes"):
             select_share(x, 0.5, crossing="keep", backend="triton")
-        assert torch.equal(select_share(x, 0.5, crossing="keep").kv_indices, want[0])
+        assert torch.equal(select_share(x, 0.5, crossing="keep").kv_indices, theirs[0])
 
 
 @pytest.mark.gpu

@@ -73,10 +73,10 @@ def test_block_sparse(backend, fine, triton_device):
     flat = list(mask.flatten())
     # lists, counts, both offsets, validity; fine masks are three more
     assert sum(isinstance(x, Tensor) for x in flat) == (8 if fine else 5)
-    want = call(case, flat, backend)
+    expected = call(case, flat, backend)
     for kind in KINDS:
-        got = call(case, [view(x, kind) for x in flat], backend)
-        for label, a, b in zip(("out", "lse", "dq", "dk", "dv"), got, want, strict=True):
+        actual = call(case, [view(x, kind) for x in flat], backend)
+        for label, a, b in zip(("out", "lse", "dq", "dk", "dv"), actual, expected, strict=True):
             assert torch.equal(a, b), f"{label}, {kind}"
 
 
@@ -89,10 +89,10 @@ def test_expanded(backend, triton_device):
     valid = torch.tensor([3, 2, 4], dtype=torch.int32, device=triton_device)
     index = BlockIndex(kv_indices=lists.expand(2, 1, 2, 3), kv_num_blocks=count.expand(2, 1, 2))
     full = BlockIndex(kv_indices=lists.repeat(2, 1, 2, 1), kv_num_blocks=count.repeat(2, 1, 2))
-    got = run(replace(case, index=index, kv_valid=valid.expand(2, 3)), backend)
-    want = run(replace(case, index=full, kv_valid=valid.repeat(2, 1)), backend)
-    for name in got:
-        assert torch.equal(got[name], want[name]), name
+    actual = run(replace(case, index=index, kv_valid=valid.expand(2, 3)), backend)
+    expected = run(replace(case, index=full, kv_valid=valid.repeat(2, 1)), backend)
+    for name in actual:
+        assert torch.equal(actual[name], expected[name]), name
 
 
 def test_pooling(triton_device):
@@ -116,11 +116,11 @@ def test_selection(triton_device):
     for backend in ("triton", "reference"):
         indices, counts = select_topk_op(*args, backend)
         # entries past a count may be anything
-        kept = torch.arange(40, device=triton_device) < counts[..., None]
+        entries = torch.arange(40, device=triton_device) < counts[..., None]
         for kind in KINDS:
-            got, got_counts = select_topk_op(*(view(x, kind) for x in args), backend)
-            assert torch.equal(got_counts, counts), f"{kind}, {backend}"
-            assert torch.equal(got[kept], indices[kept]), f"{kind}, {backend}"
+            actual, actual_counts = select_topk_op(*(view(x, kind) for x in args), backend)
+            assert torch.equal(actual_counts, counts), f"{kind}, {backend}"
+            assert torch.equal(actual[entries], indices[entries]), f"{kind}, {backend}"
 
 
 def test_coarse_fine(triton_device):
@@ -132,14 +132,14 @@ def test_coarse_fine(triton_device):
         at = [x if kind is None else view(x, kind) for x in (case.q_blocks.offsets, case.kv_blocks.offsets)]
         blocks = (at[0], 5, 3, at[1], 7, 2)
         arguments = (*fixed, *blocks, 2, 3, 0.3)
-        out, *saved = coarse_fine_fwd(*arguments)
+        out, *saved_tensors = coarse_fine_fwd(*arguments)
         if kind is not None:
-            saved[4:6] = (view(x, kind) for x in saved[4:6])
-        return out, *saved, *coarse_fine_bwd(case.dout, *saved, *arguments)
+            saved_tensors[4:6] = (view(x, kind) for x in saved_tensors[4:6])
+        return out, *saved_tensors, *coarse_fine_bwd(case.dout, *saved_tensors, *arguments)
 
-    want = grads(None)
+    expected = grads(None)
     for kind in ("strided", "reversed"):
-        for i, (a, b) in enumerate(zip(grads(kind), want, strict=True)):
+        for i, (a, b) in enumerate(zip(grads(kind), expected, strict=True)):
             assert torch.equal(a, b), f"{kind}, result {i}"
 
 

@@ -44,13 +44,13 @@ def test_tuned_configurations_are_written_as_they_are_read(tmp_path):
 
 
 def test_candidates_hold_the_pinned_one_and_what_the_grid_does_not_know():
-    pinned = {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 4, "num_stages": 2, "DESC": 1, "maxnreg": None}
-    pinned |= {"DP_FIRST": 0, "NEW": 3}
-    found = tune.candidates("dkv", torch.bfloat16, 90, pinned)
-    assert found[0] == pinned
-    assert found.count(pinned) == 1
-    assert all(config["NEW"] == 3 and config["DP_FIRST"] in (0, 1) for config in found)
-    assert all(config.keys() == pinned.keys() for config in found)
+    pinned_config = {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 4, "num_stages": 2, "DESC": 1, "maxnreg": None}
+    pinned_config |= {"DP_FIRST": 0, "NEW": 3}
+    configs = tune.candidates("dkv", torch.bfloat16, 90, pinned_config)
+    assert configs[0] == pinned_config
+    assert configs.count(pinned_config) == 1
+    assert all(config["NEW"] == 3 and config["DP_FIRST"] in (0, 1) for config in configs)
+    assert all(config.keys() == pinned_config.keys() for config in configs)
     assert all(config["DESC"] == 0 for config in tune.candidates("fwd", torch.float16, 80, {})[1:])
 
 

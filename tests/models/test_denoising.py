@@ -48,18 +48,18 @@ def losses(model: VideoDiT, *arguments: Tensor, **options) -> list[Tensor]:
 @pytest.mark.parametrize("method", METHODS)
 def test_samples_of_a_batch_have_the_topk_of_their_range(method):
     model, (latents, timestep, text) = model_of(METHODS[method]), inputs(5)
-    found = losses(model, latents, timestep, text, topk=TOPK)
+    actual = losses(model, latents, timestep, text, topk=TOPK)
     rows = [TILES, (3, 4), (2, 5), (2, 5), (3, 4)]
     assert [TOPK.at(progress_of(float(t))) for t in timestep] == rows
     alone = [
         losses(model, latents[i : i + 1], timestep[i : i + 1], text[i : i + 1], topk=k) for i, k in enumerate(rows)
     ]
-    assert torch.allclose(found[0], torch.cat([each[0] for each in alone]), atol=1e-5)
-    for ours, *theirs in zip(found[1:], *(each[1:] for each in alone), strict=True):
+    assert torch.allclose(actual[0], torch.cat([each[0] for each in alone]), atol=1e-5)
+    for ours, *theirs in zip(actual[1:], *(each[1:] for each in alone), strict=True):
         assert torch.allclose(ours, sum(theirs), atol=1e-4, rtol=1e-3)
     # control: the base everywhere, which is right for two samples
     base = losses(model, latents, timestep, text, topk=(3, 4))[0]
-    assert ((found[0] - base).abs() > 1e-5).tolist() == [True, False, True, True, False]
+    assert ((actual[0] - base).abs() > 1e-5).tolist() == [True, False, True, True, False]
     # a timestep for every token, some given
     per_token = timestep[:, None].repeat(1, 60)
     per_token[:, :5] = 0
@@ -74,11 +74,11 @@ def test_a_pass_of_a_denoising_says_what_holds():
     arguments = (latents, timestep, text)
     denoising = Denoising(DenoisingPlan(dense_steps=1, dense_layers=[1]))
     for step, progress, expected in ((0, 0.6, TILES), (1, 0.6, (2, TILES)), (1, 0.9, (3, TILES))):
-        found = model(*arguments, topk=TOPK, denoising=denoising.at(step, progress))
-        assert torch.equal(found, model(*arguments, topk=expected))
-    stepped = replace(TOPK, steps=((2, 1),))
-    found = model(*arguments, topk=stepped, denoising=Denoising(DenoisingPlan()).at(2, 0.6))
-    assert torch.equal(found, model(*arguments, topk=1))
+        actual = model(*arguments, topk=TOPK, denoising=denoising.at(step, progress))
+        assert torch.equal(actual, model(*arguments, topk=expected))
+    schedule = replace(TOPK, steps=((2, 1),))
+    actual = model(*arguments, topk=schedule, denoising=Denoising(DenoisingPlan()).at(2, 0.6))
+    assert torch.equal(actual, model(*arguments, topk=1))
 
 
 @torch.no_grad()
@@ -115,8 +115,8 @@ def test_compiled_blocks_take_a_topk_for_every_sample(method):
     torch.compiler.reset()
     counter = CompileCounter()
     model.compile_blocks(backend=counter)
-    found = losses(model, *inputs(5), topk=TOPK)
-    for ours, theirs in zip(found, expected, strict=True):
+    actual = losses(model, *inputs(5), topk=TOPK)
+    for ours, theirs in zip(actual, expected, strict=True):
         assert torch.allclose(ours, theirs, atol=1e-5, rtol=1e-3)
     graphs = counter.frame_count
     assert graphs <= 2

@@ -20,8 +20,8 @@ def test_patch_embedding_is_the_convolution(patch, grid, channels):
     x = torch.randn(2, channels, *(g * p for g, p in zip(grid, patch, strict=True)), dtype=torch.float64)
     embed = PatchEmbedding(channels, 5, patch).double()
     tokens = embed(patchify(x, patch))
-    convolved = F.conv3d(x, embed.weight, embed.bias, stride=patch).flatten(2).transpose(1, 2)
-    torch.testing.assert_close(tokens, convolved)
+    expected = F.conv3d(x, embed.weight, embed.bias, stride=patch).flatten(2).transpose(1, 2)
+    torch.testing.assert_close(tokens, expected)
 
 
 @settings(max_examples=25, deadline=None)

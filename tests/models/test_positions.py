@@ -16,12 +16,12 @@ def test_sincos_table_is_written_out(grid, dim):
     pairs = dim // 6
     assert table.shape == (math.prod(grid), dim)
     for row, place in enumerate((t, h, w) for t in range(grid[0]) for h in range(grid[1]) for w in range(grid[2])):
-        wanted = []
+        expected = []
         for position in place:
             angles = [position * 100 ** (-i / pairs) for i in range(pairs)]
-            wanted += [math.sin(a) for a in angles] + [math.cos(a) for a in angles]
-        wanted += [0.0] * (dim - 6 * pairs)
-        torch.testing.assert_close(table[row], torch.tensor(wanted), rtol=0, atol=1e-6)
+            expected += [math.sin(a) for a in angles] + [math.cos(a) for a in angles]
+        expected += [0.0] * (dim - 6 * pairs)
+        torch.testing.assert_close(table[row], torch.tensor(expected), rtol=0, atol=1e-6)
 
 
 def test_every_place_has_its_own_row():

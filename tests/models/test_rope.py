@@ -38,8 +38,8 @@ def rotate_by_definition(x, grid, head_dim):
 @given(grid=grids, head_dim=head_dims)
 def test_equals_the_definition(grid, head_dim):
     x = torch.randn(2, grid[0] * grid[1] * grid[2], 3, head_dim, generator=torch.Generator().manual_seed(0))
-    rotated = apply_rope(x, rope_tables(grid, head_dim, CPU))
-    torch.testing.assert_close(rotated.double(), rotate_by_definition(x, grid, head_dim), atol=2e-6, rtol=0)
+    actual = apply_rope(x, rope_tables(grid, head_dim, CPU))
+    torch.testing.assert_close(actual.double(), rotate_by_definition(x, grid, head_dim), atol=2e-6, rtol=0)
 
 
 def test_pairing_halves_is_not_the_definition():
@@ -82,8 +82,8 @@ def test_self_attention_norms_and_rotates_as_ever_on_a_cpu(dtype, monkeypatch):
 
     def separately(norm, x, rope):
         weight = norm.weight if dtype is None else norm.weight.to(dtype)
-        normed = torch.nn.functional.rms_norm(x, norm.normalized_shape, weight, norm.eps)
-        return apply_rope(normed.unflatten(-1, (2, -1)), rope)
+        normed_x = torch.nn.functional.rms_norm(x, norm.normalized_shape, weight, norm.eps)
+        return apply_rope(normed_x.unflatten(-1, (2, -1)), rope)
 
     torch.manual_seed(0)
     method = FullAttention(dim=24, num_heads=2, head_dim=12)
@@ -104,13 +104,13 @@ def test_self_attention_norms_and_rotates_as_ever_on_a_cpu(dtype, monkeypatch):
         )
         return out, *torch.autograd.grad(out.float().sin().sum(), (h, *block.attn1.parameters()))
 
-    got = run()
+    actual = run()
     monkeypatch.setattr(RotatedRMSNorm, "forward", separately)
-    want = run()
-    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    expected = run()
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
     # the control: other tables are noticed
     monkeypatch.setattr(RotatedRMSNorm, "forward", lambda *a: separately(*a[:2], (a[2][0], -a[2][1])))
-    assert not torch.equal(run()[0], want[0])
+    assert not torch.equal(run()[0], expected[0])
 
 
 def test_tables_made_in_inference_mode_serve_training():

@@ -142,9 +142,9 @@ def test_topk_none_is_all_tiles_and_lists_are_per_layer():
     assert torch.equal(model(*inputs), model(*inputs, topk=num_tiles))
     assert torch.equal(model(*inputs, topk=4), model(*inputs, topk=[4, 4, 4]))
     assert not torch.equal(model(*inputs, topk=[4, 2, 4]), model(*inputs, topk=4))
-    seen = {}
-    model(*inputs, topk=[1, 5, 3], recorder=lambda layer, tensors: seen.update({layer: tensors}))
-    assert [int(seen[i]["kv_num_blocks"].max()) for i in range(3)] == [1, 5, 3]
+    records = {}
+    model(*inputs, topk=[1, 5, 3], recorder=lambda layer, tensors: records.update({layer: tensors}))
+    assert [int(records[i]["kv_num_blocks"].max()) for i in range(3)] == [1, 5, 3]
 
 
 def test_every_parameter_gets_a_gradient(device):
@@ -172,17 +172,17 @@ def test_activation_checkpointing_changes_nothing(attention, level, device):
 
 def test_each_level_of_activation_checkpointing_keeps_less():
     def saved_bytes(level: str) -> int:
-        model, kept = make_model(SPARSE), {}
+        model, tensors = make_model(SPARSE), {}
         model.activation_checkpointing = level
 
         def pack(tensor):
             # what a block computes again is packed by its checkpoint; outputs of attention are kept outside of it
-            kept[tensor.untyped_storage().data_ptr()] = tensor
+            tensors[tensor.untyped_storage().data_ptr()] = tensor
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             model(*make_inputs(), topk=3)
-        return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+        return sum(tensor.untyped_storage().nbytes() for tensor in tensors.values())
 
     none, attention, attention_mlp, full = map(saved_bytes, LEVELS)
     assert none > attention > attention_mlp >= full
@@ -212,9 +212,9 @@ def test_operators_of_ours_that_do_not_attend_are_computed_again():
     ours = torch.ops.vsa_kernels
     by_element = (ours.norm_rope_fwd, ours.bias_gelu_fwd, ours.residual_norm_fwd, torch.ops.aten.mm)
     again = [_keep_attention(None, op.default) for op in by_element]
-    kept = [_keep_attention(None, op.default) for op in (ours.coarse_fine_fwd, ours.block_sparse_fwd)]
+    attention_policies = [_keep_attention(None, op.default) for op in (ours.coarse_fine_fwd, ours.block_sparse_fwd)]
     assert again == 4 * [CheckpointPolicy.PREFER_RECOMPUTE]
-    assert kept == 2 * [CheckpointPolicy.MUST_SAVE]
+    assert attention_policies == 2 * [CheckpointPolicy.MUST_SAVE]
 
 
 def test_attention_is_not_computed_again_below_full():
@@ -259,9 +259,9 @@ def test_masked_text_has_no_influence(garbage, device):
     mask[1, 2] = False
     text.requires_grad_()
     expected = model(x, timestep, text, mask)
-    changed = text.detach().clone()
-    changed[~mask] = garbage
-    assert torch.equal(model(x, timestep, changed, mask), expected)
+    changed_text = text.detach().clone()
+    changed_text[~mask] = garbage
+    assert torch.equal(model(x, timestep, changed_text, mask), expected)
     # the same text without the masked tokens at all
     torch.testing.assert_close(model(x[:1], timestep[:1], text[:1, :4])[0], expected[0], atol=2e-6, rtol=0)
     expected.square().mean().backward()
@@ -572,11 +572,11 @@ def test_sparse_work_is_dense_work_minus_skipped_pairs():
     tokens, tiles, dim, layers = 96, 12, 24, 3
     dense = model.flops(LATENT, text_len=7)
     sparse = model.flops(LATENT, 3, text_len=7)
-    skipped = tokens * (tokens - 3 * tokens / tiles)
-    assert dense.executed - sparse.executed == pytest.approx(3.5 * 4 * dim * skipped * layers)
+    skipped_pairs = tokens * (tokens - 3 * tokens / tiles)
+    assert dense.executed - sparse.executed == pytest.approx(3.5 * 4 * dim * skipped_pairs * layers)
     assert dense.dense_equivalent == sparse.dense_equivalent == make_model().flops(LATENT, 3).dense_equivalent
     mixed = model.flops(LATENT, [3, 12, 12], text_len=7)
-    assert dense.executed - mixed.executed == pytest.approx(3.5 * 4 * dim * skipped)
+    assert dense.executed - mixed.executed == pytest.approx(3.5 * 4 * dim * skipped_pairs)
 
 
 # --- errors ---

@@ -47,8 +47,8 @@ def make_inputs(kind: str, latent, device: torch.device, per_token: bool):
     timestep = timestep if per_token else timestep[:, 0]
     text = torch.randn(2, 512, 24, generator=generator)
     image = torch.randn(2, 5, 20, generator=generator) if kind == "i2v" else None
-    moved = [t.to(device) for t in (x, timestep, text)]
-    return *moved, None if image is None else image.to(device)
+    inputs = [t.to(device) for t in (x, timestep, text)]
+    return *inputs, None if image is None else image.to(device)
 
 
 def run_ours(model: VideoDiT, x, timestep, text, image):
@@ -68,10 +68,10 @@ def outputs_and_gradients(model, run, inputs):
     cotangent = torch.randn(out.shape, generator=torch.Generator().manual_seed(2)).to(out.device)
     model.zero_grad()
     out.backward(cotangent)
-    found = {"out": out.detach(), "dx": leaves[0].grad, "dtext": leaves[2].grad}
+    results = {"out": out.detach(), "dx": leaves[0].grad, "dtext": leaves[2].grad}
     if leaves[3] is not None:
-        found["dimage"] = leaves[3].grad
-    return found | {f"d {name}": p.grad for name, p in model.named_parameters()}
+        results["dimage"] = leaves[3].grad
+    return results | {f"d {name}": p.grad for name, p in model.named_parameters()}
 
 
 def worst(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
@@ -87,9 +87,9 @@ def test_output_and_gradients_equal_diffusers(kind, latent, per_token, device):
     ours, theirs = make_pair(kind, device)
     inputs = make_inputs(kind, latent, device, per_token)
     expected = outputs_and_gradients(theirs, run_theirs, inputs)
-    found = outputs_and_gradients(ours, run_ours, inputs)
+    actual = outputs_and_gradients(ours, run_ours, inputs)
     assert expected["out"].abs().max() > 0.5
-    assert worst(found, expected) < 1e-5
+    assert worst(actual, expected) < 1e-5
 
 
 @pytest.mark.parametrize(

@@ -17,25 +17,25 @@ def test_the_parts_of_the_loss_are_what_they_say():
     shift = FlowShift(kind="constant", value=2.0)
     loss = FinetuneLoss(shift=shift, data=0.5, velocity=2.0, attention=0.25)
     terms = loss.mixed(model, teacher, batch, latents, seed=3, topk=2)
-    noised = loss.noised(model, batch, latents, seed=3)
-    ask = (noised.x_t, noised.timestep, batch.text, batch.text_mask)
+    noised_batch = loss.noised(model, batch, latents, seed=3)
+    ask = (noised_batch.x_t, noised_batch.timestep, batch.text, batch.text_mask)
 
     def outputs_of(net, **own):
         """Velocity and what the output projection of each self-attention is made of, in raster order."""
-        found = []
+        outputs = []
         layout = net.layout_for(latents.shape[1:], latents.device)
         hooks = [
-            block.attn1.to_out[0].register_forward_hook(lambda m, i, o: found.append(layout.unpermute(o).double()))
+            block.attn1.to_out[0].register_forward_hook(lambda m, i, o: outputs.append(layout.unpermute(o).double()))
             for block in net.blocks
         ]
         velocity = net(*ask, **own).double()
         for hook in hooks:
             hook.remove()
-        return velocity, found
+        return velocity, outputs
 
     ours, our_layers = outputs_of(model, topk=2)
     theirs, their_layers = outputs_of(teacher)
-    data = (ours - noised.target).square().flatten(1).mean(1)
+    data = (ours - noised_batch.target).square().flatten(1).mean(1)
     velocity = (ours - theirs).square().flatten(1).mean(1)
     layers = [
         (a - b).square().flatten(1).mean(1) / b.square().flatten(1).mean(1)
@@ -43,9 +43,9 @@ def test_the_parts_of_the_loss_are_what_they_say():
     ]
     assert len(layers) == 3
     attention = torch.stack(layers).mean(0)
-    for name, wanted in (("data", data), ("velocity", velocity), ("attention", attention)):
-        torch.testing.assert_close(terms.parts[name].double(), wanted, rtol=1e-5, atol=0)
-        assert wanted.min() > 1e-3
+    for name, expected in (("data", data), ("velocity", velocity), ("attention", attention)):
+        torch.testing.assert_close(terms.parts[name].double(), expected, rtol=1e-5, atol=0)
+        assert expected.min() > 1e-3
     torch.testing.assert_close(terms.mse.double(), 0.5 * data + 2 * velocity + 0.25 * attention, rtol=1e-5, atol=0)
     # the teacher gets no gradient, the model gets one through each part
     terms.mse.sum().backward()
@@ -70,13 +70,13 @@ def test_collected_attention_outputs_carry_gradients(level):
     model = make_net(sparse_attention)
     model.activation_checkpointing = level
     batch, latents = make_batch()
-    with attention_outputs(model, True) as found:
+    with attention_outputs(model, True) as outputs:
         model(latents, torch.tensor([300.0, 700.0]), batch.text, batch.text_mask, topk=2)
-    assert sorted(found) == [0, 1, 2]
-    sum(value.square().sum() for value in found.values()).backward()
+    assert sorted(outputs) == [0, 1, 2]
+    sum(value.square().sum() for value in outputs.values()).backward()
     assert model.blocks[0].attn1.to_q.weight.grad.abs().max() > 0
     # nothing was collected again, and the hooks are gone
-    assert sorted(found) == [0, 1, 2]
+    assert sorted(outputs) == [0, 1, 2]
     assert not any(block.attn1.to_out[0]._forward_hooks for block in model.blocks)
 
 

@@ -53,8 +53,8 @@ def test_a_click_on_a_heading_sorts_the_table(tmp_path: Path):
     command += ["--disable-background-networking", "--proxy-server=127.0.0.1:9", "--allow-file-access-from-files"]
     command += [f"--user-data-dir={tmp_path / 'browser'}", "--virtual-time-budget=8000", "--dump-dom"]
     command += [(tmp_path / "frame.html").as_uri()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    said = re.search(r"<pre>(.*?)</pre>", done.stdout, re.DOTALL)
-    assert said, done.stderr[-2000:]
+    process = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    match = re.search(r"<pre>(.*?)</pre>", process.stdout, re.DOTALL)
+    assert match, process.stderr[-2000:]
     # what is no number comes last both ways; thousands and millions count as such; what stands below counts nothing
-    assert json.loads(said[1]) == ["abdc", "dbac", "bdca", "cdba", "abcd", "dcba"]
+    assert json.loads(match[1]) == ["abdc", "dbac", "bdca", "cdba", "abcd", "dcba"]

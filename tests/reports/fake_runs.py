@@ -99,8 +99,8 @@ def write_run(
         for i, _ in enumerate(prompts):
             frames = [Image.new("RGB", (16, 16), (40 * i, 80, 20 * t)) for t in range(3)]
             frames[0].save(clips / f"{i}.gif", save_all=True, append_images=frames[1:], duration=125, loop=0)
-        listed = [{"index": i, "prompt": prompt, "gif": f"{i}.gif"} for i, prompt in enumerate(prompts)]
-        (clips / "samples.json").write_text(json.dumps({"clips": listed, "steps": 8, "guidance": 3.0, "seed": 0}))
+        entries = [{"index": i, "prompt": prompt, "gif": f"{i}.gif"} for i, prompt in enumerate(prompts)]
+        (clips / "samples.json").write_text(json.dumps({"clips": entries, "steps": 8, "guidance": 3.0, "seed": 0}))
     return folder
 
 

@@ -74,10 +74,10 @@ def test_scaling_is_fitted_by_family(tmp_path: Path):
     rows = {row[1]: row for row in drawn(tmp_path)["scaling"].rows}
     assert set(rows) == {"sparsity=0.5", "sparsity=0.75"}
     for name, scale in (("sparsity=0.5", 3.0), ("sparsity=0.75", 4.0)):
-        over, _, size, loss, fitted, exponent, low, high = rows[name]
+        over, _, size, loss, fit, exponent, low, high = rows[name]
         assert (over, size) == ("flops", 4e9)
         assert (exponent, loss) == (pytest.approx(-0.1), pytest.approx(scale * size**-0.1))
-        assert fitted == pytest.approx(loss)
+        assert fit == pytest.approx(loss)
         assert low <= exponent <= high
     # two sizes are too few
     few = [tmp_path / name for name in ("a2", "a4")]
@@ -91,13 +91,13 @@ def test_learning_rates_and_timesteps(tmp_path: Path):
         for lr in (0.1, 0.01, 0.001):
             loss = 0.5 + abs(math.log10(lr) + 2) / 10 + sparsity / 100
             write_run(tmp_path / f"{name}-lr{lr}", loss=loss, optim__lr=lr, sparsity__sparsity=sparsity)
-    found = drawn(tmp_path)
-    panel = found["learning_rate"].panels[()]
+    drawings = drawn(tmp_path)
+    panel = drawings["learning_rate"].panels[()]
     assert isinstance(panel, Panel)
     assert {series.name: series.x.tolist() for series in panel.series} == {key: [0.001, 0.01, 0.1] for key in "ab"}
     assert panel.series[0].y.tolist() == pytest.approx([0.605, 0.505, 0.605])
-    assert [row[1] for row in found["learning_rate"].rows if row[4]] == [0.01, 0.01]
-    deciles = found["loss_by_timestep"].panels[()]
+    assert [row[1] for row in drawings["learning_rate"].rows if row[4]] == [0.01, 0.01]
+    deciles = drawings["loss_by_timestep"].panels[()]
     assert isinstance(deciles, Panel)
     # the deciles that were logged, at the best rate
     assert deciles.series[0].x.tolist() == [0.25, 0.75]
@@ -126,8 +126,8 @@ def test_forms_of_a_panel(tmp_path: Path):
     assert np.asarray(Image.open(tmp_path / "panel.png")).std() > 5
     # of many curves the first are drawn, the rest can be turned on
     many = [Series(name=str(i), x=x[:2], y=y[:2]) for i in range(15)]
-    shown = [trace["visible"] for trace in plotly_panel(Panel(x_label="", y_label="", series=many), 9)["traces"]]
-    assert shown == [True] * 12 + [False] * 3
+    visibility = [trace["visible"] for trace in plotly_panel(Panel(x_label="", y_label="", series=many), 9)["traces"]]
+    assert visibility == [True] * 12 + [False] * 3
     path = write_csv(tmp_path / "t.csv", ("a", "b"), [(1, None), ("x,y", 0.1)])
     with open(path, newline="") as file:
         assert list(csv.reader(file)) == [["a", "b"], ["1", ""], ["x,y", "0.1"]]

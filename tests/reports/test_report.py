@@ -49,8 +49,8 @@ def test_report_draws_the_loss_of_each_run(tmp_path: Path, capsys):
     (tmp_path / "d").mkdir()
     (tmp_path / "d" / "metrics.csv").write_text("step,fake_score/loss,val/gap\n10,1.5,\n20,0.75,0.5\n")
     vsa_command("report", tmp_path)
-    shown = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert {name: [row[1:] for row in shown if row[:1] == [name]] for name in "adefg"} == {
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert {name: [row[1:] for row in rows if row[:1] == [name]] for name in "adefg"} == {
         "a": [["20", "0.25", "-", "-"]],
         "d": [["20", "0.75", "0.5", "-"]],
         "e": [["-", "-", "-", "-"]],
@@ -98,15 +98,15 @@ def test_report_tells_runs_apart_at_80_columns(tmp_path: Path, capsys, monkeypat
     first = next(i for i, line in enumerate(lines) if "───" in line) + 1
     table = lines[first : next(i for i, line in enumerate(lines) if i > first and not line.strip())]
     # a name in pieces, one below the other, beside the values of its run
-    shown, pieces = {}, []
+    pieces_by_loss, pieces = {}, []
     for line in table:
         name, *values = line.split()
         if values:
             pieces = []
-            shown[values[1]] = pieces
+            pieces_by_loss[values[1]] = pieces
         pieces.append(name)
-    found = {loss: "".join(parts) for loss, parts in shown.items()}
-    assert found == {f"0.{i + 1}25": name for i, name in enumerate(names)}
+    names_by_loss = {loss: "".join(parts) for loss, parts in pieces_by_loss.items()}
+    assert names_by_loss == {f"0.{i + 1}25": name for i, name in enumerate(names)}
     assert (common / "report.html").is_file()
 
 
@@ -259,9 +259,9 @@ def test_clips_stay_within_their_limit(sweep: Path):
 
 @pytest.mark.usefixtures("pictures_left_out")
 def test_a_sweep_without_a_run_has_a_page(tmp_path: Path):
-    with pytest.raises(ValueError, match="is training-free") as refused:
+    with pytest.raises(ValueError, match="is training-free") as error_info:
         SpargeAttention(dim=8, num_heads=1, head_dim=8).refuse_training()
-    write_sweep(tmp_path / "s", {"name": "a", "status": "refused", "reason": str(refused.value)})
+    write_sweep(tmp_path / "s", {"name": "a", "status": "refused", "reason": str(error_info.value)})
     text = Page(report([tmp_path / "s"]).read_text()).text
     assert "attention=sparge is training-free" in text
     assert "No run has metrics yet." in text
@@ -292,14 +292,14 @@ def test_a_browser_without_a_network_draws_the_page(sweep: Path, width: int):
     # every address is a proxy that does not exist
     command += ["--proxy-server=127.0.0.1:9", "--allow-file-access-from-files", f"--user-data-dir={sweep / 'browser'}"]
     command += ["--window-size=1500,3000", "--virtual-time-budget=12000", "--dump-dom", frame.as_uri()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    said = re.search(r"<pre>(.*?)</pre>", done.stdout, re.DOTALL)
-    assert said, done.stderr[-2000:]
-    seen = json.loads(said[1].replace("&lt;", "<").replace("&gt;", ">").replace("&amp;", "&"))
-    assert seen["scroll"] <= width
-    assert len(seen["plots"]) == 4
-    assert all(seen["plots"])
-    assert all(width * 0.6 < each <= width for each in seen["widths"])
+    process = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    match = re.search(r"<pre>(.*?)</pre>", process.stdout, re.DOTALL)
+    assert match, process.stderr[-2000:]
+    facts = json.loads(match[1].replace("&lt;", "<").replace("&gt;", ">").replace("&amp;", "&"))
+    assert facts["scroll"] <= width
+    assert len(facts["plots"]) == 4
+    assert all(facts["plots"])
+    assert all(width * 0.6 < each <= width for each in facts["widths"])
     # the pictures gave way to the plots
-    assert (seen["pictures"], seen["legends"] > 8) == (0, True)
-    assert [name for name in seen["loaded"] if not name.startswith("data:")] == []
+    assert (facts["pictures"], facts["legends"] > 8) == (0, True)
+    assert [name for name in facts["loaded"] if not name.startswith("data:")] == []

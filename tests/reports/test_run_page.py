@@ -34,8 +34,8 @@ def add_columns(run: Path, **columns: dict[int, Any]) -> None:
     """Add metrics to a fake run: value by step, of columns named with `__` for `/`."""
     header, *rows = (run / "metrics.csv").read_text().splitlines()
     names = [name.replace("__", "/") for name in columns]
-    told = [",".join([row, *(str(each.get(int(row.split(",")[0]), "")) for each in columns.values())]) for row in rows]
-    (run / "metrics.csv").write_text("\n".join([",".join([header, *names]), *told]) + "\n")
+    lines = [",".join([row, *(str(each.get(int(row.split(",")[0]), "")) for each in columns.values())]) for row in rows]
+    (run / "metrics.csv").write_text("\n".join([",".join([header, *names]), *lines]) + "\n")
 
 
 def panels(run: Path) -> dict[str, dict[tuple[str, ...], Any]]:
@@ -98,21 +98,21 @@ def test_settings_that_differ_from_their_defaults_come_first(tmp_path: Path):
 def test_curves_are_those_of_the_metrics(tmp_path: Path):
     run = write_run(tmp_path / "run", steps=400)
     add_columns(run, grad_norm__total={4: 1.0, 8: 100.0}, train__loss_decile_3={4: 2.0, 8: 1.0})
-    shown = panels(run)
-    loss = shown["loss"][("steps",)]
+    panel_groups = panels(run)
+    loss = panel_groups["loss"][("steps",)]
     every, mean, val = loss.series
     assert (every.faint, mean.faint, loss.y_log) == (True, False, True)
     assert (every.x[0], every.x[-1], len(every.x)) == (4, 400, 100)
     # 100 rows: the mean of the last 3
     assert mean.y[-1] == pytest.approx(every.y[-3:].mean())
     assert (val.x[-1], val.y[-1]) == (400, 0.5)
-    assert shown["loss"][("flops",)].series[0].x[-1] == 4e11
-    last = shown["loss_by_timestep"][("validation",)].series[0]
+    assert panel_groups["loss"][("flops",)].series[0].x[-1] == 4e11
+    last = panel_groups["loss_by_timestep"][("validation",)].series[0]
     assert (last.name, last.x.tolist(), last.y.tolist()) == ("step 400", [0.25, 0.75], [0.25, 0.75])
-    assert shown["optimizer"][("gradient norm",)].series[0].y.tolist() == [1.0, 100.0]
-    assert shown["throughput"][("seconds a step",)].series[0].y[0] == 0.1
-    kept = ["density (share of tiles kept)", "top-k (tiles kept)"]
-    assert [key[0] for key in shown["sparsity"]] == [*kept, "recall", "gate_rms"]
+    assert panel_groups["optimizer"][("gradient norm",)].series[0].y.tolist() == [1.0, 100.0]
+    assert panel_groups["throughput"][("seconds a step",)].series[0].y[0] == 0.1
+    titles = ["density (share of tiles kept)", "top-k (tiles kept)"]
+    assert [key[0] for key in panel_groups["sparsity"]] == [*titles, "recall", "gate_rms"]
 
 
 def test_a_loss_that_is_not_finite_is_told_and_spoils_no_mean(tmp_path: Path):
@@ -145,8 +145,8 @@ def test_every_fault_that_was_recorded_is_told(tmp_path: Path):
     note_start(run, step=0, environment=HERE)
     note_start(run, step=4, environment=HERE)
     note_end(run, how="failed", reason="OSError: no space", step=40)
-    told = {what: (many, then) for what, many, then in faults(read_run(run))}
-    assert {what: many for what, (many, _) in told.items()} == {
+    faults_by_name = {what: (many, then) for what, many, then in faults(read_run(run))}
+    assert {what: many for what, (many, _) in faults_by_name.items()} == {
         "gradients were not finite": "3",
         "bad samples": "7",
         "loss spikes": "1",
@@ -154,9 +154,9 @@ def test_every_fault_that_was_recorded_is_told(tmp_path: Path):
         "killed": "1",
         "failed": "1",
     }
-    assert "steps 8, 16" in told["gradients were not finite"][1]
-    assert "checksum 7" in told["bad samples"][1]
-    assert told["failed"][1] == "OSError: no space"
+    assert "steps 8, 16" in faults_by_name["gradients were not finite"][1]
+    assert "checksum 7" in faults_by_name["bad samples"][1]
+    assert faults_by_name["failed"][1] == "OSError: no space"
     text = Page(report([run]).read_text()).text
     assert "The run failed: OSError: no space." in text
     assert "killed: no end was recorded" in text
@@ -208,19 +208,19 @@ def test_the_score_of_toy_clips_is_a_fact(tmp_path: Path, written: str, shown: s
 
 def test_clips_stand_beside_real_ones_of_the_same_caption(tmp_path: Path):
     run = write_run(tmp_path / "run", prompts=("a red circle", "a blue square"))
-    made = run / "samples" / "step-00000040" / "0.gif"
+    gif = run / "samples" / "step-00000040" / "0.gif"
     data = run / DATA_CLIPS
     data.mkdir()
     for name in ("a-codec.gif", "a-original.gif", "b-codec.gif"):
-        (data / name).write_bytes(made.read_bytes())
+        (data / name).write_bytes(gif.read_bytes())
     clips = [
         {"prompt": "a red circle", "codec": "a-codec.gif", "original": "a-original.gif", "psnr": 30.0},
         {"prompt": "a green cross", "codec": "../elsewhere/b-codec.gif", "psnr": None},
     ]
     (data / "samples.json").write_text(json.dumps({"clips": clips}))
     text = report([run]).read_text(encoding="utf-8")
-    filled = {row[0]: ["img" in cell for cell in row[1:]] for row in _raw_rows(text)}
-    assert filled == {
+    pictures = {row[0]: ["img" in cell for cell in row[1:]] for row in _raw_rows(text)}
+    assert pictures == {
         "a red circle": [True, True, True],
         "a blue square": [True, False, False],
         "a green cross": [False, False, True],

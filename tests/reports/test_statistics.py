@@ -56,10 +56,10 @@ def test_paired_difference_of_textbook_numbers():
     assert (result.mean, result.p) == (pytest.approx(-1.58), pytest.approx(0.002833, abs=1e-6))
     assert (result.low, result.high) == (pytest.approx(-2.4598858), pytest.approx(-0.7001142))
     # the pairing is what finds it: unpaired it is not there
-    shuffled = paired_difference([losses_of(first)], [losses_of(second[::-1])])
-    assert shuffled is not None
-    assert shuffled.p > 0.05
-    assert shuffled.mean == pytest.approx(result.mean)
+    reverse = paired_difference([losses_of(first)], [losses_of(second[::-1])])
+    assert reverse is not None
+    assert reverse.p > 0.05
+    assert reverse.mean == pytest.approx(result.mean)
 
 
 def test_rows_of_one_sample_count_once():
@@ -91,14 +91,14 @@ def test_what_cannot_be_paired_is_not_compared():
 
 def test_the_interval_holds_the_truth_as_often_as_it_says():
     rng = np.random.default_rng(1)
-    held = 0
+    hits = 0
     for _ in range(1000):
         result = paired_difference([losses_of(rng.normal(0.3, 1, 12).tolist())], [losses_of([0.0] * 12)])
         assert result is not None
-        held += result.low <= 0.3 <= result.high
+        hits += result.low <= 0.3 <= result.high
         # it holds 0 exactly where p is above 5%
         assert (result.low <= 0 <= result.high) == (result.p >= 0.05)
-    assert 930 <= held <= 970
+    assert 930 <= hits <= 970
 
 
 def test_holm_is_the_definition():
@@ -125,17 +125,17 @@ def test_a_known_power_law_is_found():
     assert exact.exponent == pytest.approx(-0.05)
     assert exact.scale == pytest.approx(3.0)
     # with 1% noise the interval holds the exponent as often as it says
-    rng, held, line_held = np.random.default_rng(2), 0, 0
+    rng, hits, line_hits = np.random.default_rng(2), 0, 0
     for _ in range(500):
         noisy = 3.0 * sizes**-0.05 * np.exp(rng.normal(0, 0.01, 4))
         fit = fit_power_law(sizes.tolist(), noisy.tolist())
         assert fit is not None
-        held += fit.interval[0] <= -0.05 <= fit.interval[1]
+        hits += fit.interval[0] <= -0.05 <= fit.interval[1]
         middle, low, high = fit.at(np.array([1e20]))
         assert low[0] < middle[0] < high[0]
-        line_held += low[0] <= 3.0 * 1e20**-0.05 <= high[0]
-    assert 460 <= held <= 490
-    assert 460 <= line_held <= 490
+        line_hits += low[0] <= 3.0 * 1e20**-0.05 <= high[0]
+    assert 460 <= hits <= 490
+    assert 460 <= line_hits <= 490
 
 
 @pytest.mark.parametrize(("sizes", "losses"), [([1, 2, 2], [3, 2, 1]), ([1, 2, 3], [1, 0, 1]), ([1, 2], [2, 1])])
@@ -156,7 +156,7 @@ def test_smoothing_and_thinning():
     values = np.arange(10.0)
     assert running_mean(values, 3).tolist() == pytest.approx([values[max(0, i - 2) : i + 1].mean() for i in range(10)])
     assert thinned(5, 10).tolist() == [0, 1, 2, 3, 4]
-    picked = thinned(10_000, 300)
-    assert len(picked) == 300
-    assert (picked[0], picked[-1]) == (0, 9999)
+    indices = thinned(10_000, 300)
+    assert len(indices) == 300
+    assert (indices[0], indices[-1]) == (0, 9999)
     assert len(thinned(0, 3)) == 0

@@ -189,16 +189,16 @@ def test_variants_are_compared_with_the_control_seed_by_seed(tmp_path):
             losses[name].append(own)
             write_run(tmp_path / f"{name}-seed{seed}", seed=seed, loss=0.4, sample_losses=own, **extra)
     write_run(tmp_path / "short-seed0", loss=0.5, sparsity__sparsity=0.5, sample_losses={("s1", 0.1): 1.0}, seconds=0.2)
-    found = {variant.name: variant for variant in compared(group(find_runs([tmp_path])[1]))}
+    by_name = {variant.name: variant for variant in compared(group(find_runs([tmp_path])[1]))}
     expected = paired_difference(losses["sparse"], losses["dense"])
     assert expected is not None
     assert expected.mean == pytest.approx(0.3)
-    assert found["sparse"].difference == expected
-    assert found["sparse"].p_holm == expected.p
-    assert found["dense"].difference is None
+    assert by_name["sparse"].difference == expected
+    assert by_name["sparse"].p_holm == expected.p
+    assert by_name["dense"].difference is None
     # validated on other samples
-    assert found["short"].difference is None
-    assert [found[name].best_trade for name in ("dense", "sparse", "short")] == [True, True, False]
+    assert by_name["short"].difference is None
+    assert [by_name[name].best_trade for name in ("dense", "sparse", "short")] == [True, True, False]
 
 
 def test_unfinished_runs_do_not_count_where_others_finished(tmp_path):
@@ -225,8 +225,8 @@ def test_code_versions_are_counted(tmp_path):
     write_run(tmp_path / "a", commits=("0123abc", "4567def+"))
     write_run(tmp_path / "b", commits=(None,))
     (write_run(tmp_path / "c") / "run.json").unlink()
-    counted = code_versions(find_runs([tmp_path])[1])
-    assert counted == {"0.1.0 (0123abc)": 1, "0.1.0 (4567def+)": 1, "0.1.0": 1, "unknown version": 1}
+    versions = code_versions(find_runs([tmp_path])[1])
+    assert versions == {"0.1.0 (0123abc)": 1, "0.1.0 (4567def+)": 1, "0.1.0": 1, "unknown version": 1}
 
 
 def test_what_was_spent_up_to_a_step(tmp_path):
@@ -235,9 +235,9 @@ def test_what_was_spent_up_to_a_step(tmp_path):
     assert run.val[0].tolist() == [20, 40]
     expected = {"flops": [60.0, 120.0], "tokens": [2000.0, 4000.0], "seconds": [10.0, 20.0]}
     for what, values in expected.items():
-        spent = run.spent(what, run.val[0])
-        assert spent is not None
-        assert spent.tolist() == pytest.approx(values), what
+        costs = run.spent(what, run.val[0])
+        assert costs is not None
+        assert costs.tolist() == pytest.approx(values), what
     (tmp_path / "a" / "metrics.csv").write_text("step,train/loss\n4,1.0\n")
     assert find_runs([tmp_path])[1][0].spent("flops", run.val[0]) is None
     assert (run.step_seconds, run.tokens_per_step) == (0.5, pytest.approx(100.0))

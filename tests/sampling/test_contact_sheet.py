@@ -62,13 +62,15 @@ def pair(prompts: list[str], path: Path, size: tuple[int, int] = (16, 24)) -> Pa
 def test_pictures_have_their_size_whatever_the_prompts_say(draw, size, tmp_path: Path, caplog):
     # two prompts are enough for one of the shapes
     prompts = list(PROMPTS.items())[: None if size[0] < size[1] else 2]
-    found = {name: areas(draw([prompt] * 4, tmp_path / f"{i}.png", size)) for i, (name, prompt) in enumerate(prompts)}
-    first = found["one word"]
+    areas_by_name = {
+        name: areas(draw([prompt] * 4, tmp_path / f"{i}.png", size)) for i, (name, prompt) in enumerate(prompts)
+    }
+    first = areas_by_name["one word"]
     # a pixel at the borders, by rounding
-    for name, area in found.items():
+    for name, area in areas_by_name.items():
         assert area == pytest.approx(first, rel=0.02), name
     page = pixels_of(tmp_path / "1.png").shape
-    assert sum(found["110 words"]) / (page[0] * page[1]) > 0.4
+    assert sum(areas_by_name["110 words"]) / (page[0] * page[1]) > 0.4
     # each clip is on the page once and as large as the others
     assert min(first) > 0.97 * max(first) > 5000
     assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
@@ -119,19 +121,19 @@ def test_a_prompt_is_cut_with_an_ellipsis():
     "text", ["W" * 300, "WIDE MAMMOTHS WALK " * 12, "@%MW " * 60, "ШЩЖФ " * 60, "il" * 200, "ΩΨ " * 90]
 )
 def test_no_line_is_wider_than_its_place(text: str):
-    fitted = fit_text(text, 39, 4)
+    fit = fit_text(text, 39, 4)
     figure = Figure(figsize=(10, 3), dpi=100)
     canvas = FigureCanvasAgg(figure)
     # 39 letters of 8 points are 3 inches
-    drawn = figure.text(0, 0.5, fitted.text, fontsize=8, **fitted.style)
-    assert drawn.get_window_extent(canvas.get_renderer()).width <= 3 * 100
+    artist = figure.text(0, 0.5, fit.text, fontsize=8, **fit.style)
+    assert artist.get_window_extent(canvas.get_renderer()).width <= 3 * 100
     # and none is half empty that is followed by another
-    other = figure.text(0, 0.5, fitted.text.splitlines()[0], fontsize=8, **fitted.style)
+    other = figure.text(0, 0.5, fit.text.splitlines()[0], fontsize=8, **fit.style)
     if text[0] not in "il":
         assert other.get_window_extent(canvas.get_renderer()).width > 0.5 * 3 * 100
     # control: as many letters as fit on average
     if text[0] == "W" and " " not in text:
-        wide = figure.text(0, 0.5, text[:39], fontsize=8, **fitted.style)
+        wide = figure.text(0, 0.5, text[:39], fontsize=8, **fit.style)
         assert wide.get_window_extent(canvas.get_renderer()).width > 1.2 * 3 * 100
 
 
@@ -146,18 +148,18 @@ def test_letters_are_drawn_in_a_font_that_has_them_or_as_code_points(tmp_path: P
     arc = fit_text("a \u2312", 50, 1)
     assert arc.text == "a \u2312"
     assert len(arc.style["family"]) == 2
-    drawn = sheet(["a \u2312"] * 4, tmp_path / "arc.png").read_bytes()
+    arc_bytes = sheet(["a \u2312"] * 4, tmp_path / "arc.png").read_bytes()
     monkeypatch.setattr(plotting, "_upright_families", tuple)
     assert fit_text("a \u2312\U0001f9ff é", 50, 1).text == r"a \u2312\U0001f9ff é"
-    boxed = sheet(["a \u2312"] * 4, tmp_path / "escaped.png")
-    written = sheet([*[r"a \u2312"] * 3, "a \u2312"], tmp_path / "written.png")
-    assert boxed.read_bytes() == written.read_bytes() != drawn
+    escape_page = sheet(["a \u2312"] * 4, tmp_path / "escaped.png")
+    literal_page = sheet([*[r"a \u2312"] * 3, "a \u2312"], tmp_path / "written.png")
+    assert escape_page.read_bytes() == literal_page.read_bytes() != arc_bytes
     # what the code points are is said below the clips, where nothing else stands
-    assert (pixels_of(boxed)[-18:].sum(-1) < 500).sum() > 100
+    assert (pixels_of(escape_page)[-18:].sum(-1) < 500).sum() > 100
     # control
     plain = pixels_of(sheet([r"a \u2312"] * 4, tmp_path / "plain.png"))
     assert (plain[-5:] == 255).all()
-    assert len(plain) < len(pixels_of(boxed))
+    assert len(plain) < len(pixels_of(escape_page))
     other = side_by_side({"a": clips((16, 24))}, ["\u2312"] * 4, tmp_path / "pair.png")
     plain = side_by_side({"a": clips((16, 24))}, ["x"] * 4, tmp_path / "short.png")
     assert len(pixels_of(other)) > len(pixels_of(plain))
@@ -167,11 +169,11 @@ def test_letters_are_drawn_in_a_font_that_has_them_or_as_code_points(tmp_path: P
 def test_a_code_point_stands_whole_in_one_line(monkeypatch: pytest.MonkeyPatch, letters: str):
     monkeypatch.setattr(plotting, "_upright_families", tuple)
     for width in (23, 39, 50):
-        fitted = fit_text(f"ab {letters * 40}", width, 4)
-        assert fitted.escaped
-        assert fitted.lines == 4
+        fit = fit_text(f"ab {letters * 40}", width, 4)
+        assert fit.escaped
+        assert fit.lines == 4
         code = letters.encode("unicode_escape").decode()
-        for line in fitted.text.removesuffix(" …").removeprefix("ab").splitlines():
+        for line in fit.text.removesuffix(" …").removeprefix("ab").splitlines():
             assert line.strip().replace(code, "") == ""
     # control
     assert not fit_text("ab", 23, 4).escaped

@@ -81,8 +81,8 @@ def test_a_run_converted_there_and_back_gives_the_same_clips(kind, make_run, tmp
     run = load_run(make_run(**RUNS[kind]), device="cpu")
     back = load_run(there_and_back(tmp_path / "run", tmp_path, "wan" if kind == "dense" else "diffusers"), device="cpu")
     own = {"checkpoint", "step", "weights"}
-    found, wanted = (settings_dict(r.settings(), r) for r in (back, run))
-    assert {k: v for k, v in found.items() if k not in own} == {k: v for k, v in wanted.items() if k not in own}
+    actual, expected = (settings_dict(r.settings(), r) for r in (back, run))
+    assert {k: v for k, v in actual.items() if k not in own} == {k: v for k, v in expected.items() if k not in own}
     assert torch.equal(back.latent_mean, run.latent_mean)
     assert torch.equal(back.latent_std, run.latent_std)
     assert back.text_padding == run.text_padding == "zeros"
@@ -155,10 +155,10 @@ def test_methods_without_parameters_are_exported_and_verified(method, told, chan
 
 
 def test_a_model_of_the_default_size_is_trained_exported_and_sampled_again(training, tmp_path, monkeypatch):
-    told: list[str] = []
-    monkeypatch.setattr(run_module, "rank_zero_info", told.append)
+    messages: list[str] = []
+    monkeypatch.setattr(run_module, "rank_zero_info", messages.append)
     training("trainer.max_steps=1")
-    assert not [line for line in told if "export" in line]
+    assert not [line for line in messages if "export" in line]
     run = load_run(training.folder(), device="cpu")
     back = load_run(there_and_back(training.folder(), tmp_path), device="cpu")
     assert (latents_of(back, steps=2) - latents_of(run, steps=2)).abs().max() < 1e-5
@@ -166,21 +166,21 @@ def test_a_model_of_the_default_size_is_trained_exported_and_sampled_again(train
 
 @pytest.mark.parametrize("setting", ["model.absolute_positions=false", "model.rope_theta=10000"])
 def test_a_model_that_cannot_be_exported_says_so_before_it_is_trained(setting, training, monkeypatch):
-    told: list[str] = []
-    monkeypatch.setattr(run_module, "rank_zero_info", told.append)
+    messages: list[str] = []
+    monkeypatch.setattr(run_module, "rank_zero_info", messages.append)
     other = {"false": "true", "10000": "100"}
     name, _, value = setting.partition("=")
     cfg = training.config(f"{name}={other[value]}")
     run_module._tell_export(cfg)
-    (line,) = told
+    (line,) = messages
     assert line.startswith("note: this model cannot be exported to diffusers: ")
     assert f"{name}=" in line or f"{name} must be" in line
     assert value in line
 
 
 def test_sampling_settings_given_on_the_way_hold_for_the_run(make_run, tmp_path):
-    given = ("--flow-shift", "6", "--guidance", "1.5", "--guidance-form", "additive")
-    back = load_run(there_and_back(make_run(), tmp_path, "diffusers", *given), device="cpu")
+    options = ("--flow-shift", "6", "--guidance", "1.5", "--guidance-form", "additive")
+    back = load_run(there_and_back(make_run(), tmp_path, "diffusers", *options), device="cpu")
     settings = back.settings()
     # cond + 1.5 (cond - uncond) is uncond + 2.5 (cond - uncond)
     assert (settings.steps, settings.flow_shift, settings.guidance) == (3, 6, 2.5)

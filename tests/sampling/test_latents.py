@@ -72,11 +72,11 @@ def test_samples_are_the_teachers(straight: Path, run_folder: Path) -> None:
             seeds = torch.tensor([hash64(5, "generate", n, i) >> 1])
             normal = sample_latents(run.model, run.text_encoder, [prompt], seeds, settings)[0]
             expected = normal * run.latent_std.view(-1, 1, 1, 1) + run.latent_mean.view(-1, 1, 1, 1)
-            found = reader.latent(f"gen-{n:07d}-{i:03d}")
-            assert found.shape == settings.latent_shape
-            torch.testing.assert_close(found, expected, atol=2e-3, rtol=2e-3)
+            actual = reader.latent(f"gen-{n:07d}-{i:03d}")
+            assert actual.shape == settings.latent_shape
+            torch.testing.assert_close(actual, expected, atol=2e-3, rtol=2e-3)
             # control: normalised ones are far from it
-            assert (found - normal).abs().max() > 0.1
+            assert (actual - normal).abs().max() > 0.1
             caption, tokens = reader.text(f"gen-{n:07d}-{i:03d}", 0)
             assert caption == prompt
             assert torch.equal(tokens, run.text_encoder.encode(prompt))
@@ -103,13 +103,13 @@ def test_interrupted_and_repeated_equals_straight(
     arguments = [*common[:2], str(tmp_path / "out"), *common[2:]]
     sample, calls = library.RunTeacher.sample, []
 
-    def limited(self: Any, prompts: Any, seeds: Any) -> Any:
+    def interrupt_third(self: Any, prompts: Any, seeds: Any) -> Any:
         calls.append(len(prompts))
         if len(calls) == 3:
             raise KeyboardInterrupt
         return sample(self, prompts, seeds)
 
-    monkeypatch.setattr(library.RunTeacher, "sample", limited)
+    monkeypatch.setattr(library.RunTeacher, "sample", interrupt_third)
     with pytest.raises(KeyboardInterrupt):
         generate(*arguments)
     refusals = [
@@ -168,9 +168,9 @@ def test_a_pipeline_is_sampled_as_diffusers_does(tmp_path: Path) -> None:
         for values in (pipeline.vae.config.latents_mean, pipeline.vae.config.latents_std)
     )
     for n in range(2):
-        found = (reader.latent(f"gen-{n:07d}-000") - mean) / std
-        torch.testing.assert_close(found, expected[n], atol=2e-5, rtol=0)
-        assert (found - other[n]).abs().max() > 1e-3
+        actual = (reader.latent(f"gen-{n:07d}-000") - mean) / std
+        torch.testing.assert_close(actual, expected[n], atol=2e-5, rtol=0)
+        assert (actual - other[n]).abs().max() > 1e-3
 
 
 QUICK = ("--size", "16", "32", "--frames", "5", "--steps", "2", "--device", "cpu", "--compute-dtype", "float32")
@@ -212,10 +212,10 @@ def test_a_run_is_sampled_as_it_samples_itself(prompts: Path, tmp_path: Path) ->
     folder = write_run(
         tmp_path / "run", with_ema=False, config={**make_config(), "callbacks": {"samples": {**own, "prompts": []}}}
     )
-    for given, changed in (({}, {}), ({"steps": 2, "flow_shift": 1.5},) * 2):
-        record = library.open_teacher(str(folder), library.TeacherOptions(device="cpu", **given)).record
-        wanted = {**own, **changed}
-        assert {name: record[name] for name in own} == wanted
+    for options, changes in (({}, {}), ({"steps": 2, "flow_shift": 1.5},) * 2):
+        record = library.open_teacher(str(folder), library.TeacherOptions(device="cpu", **options)).record
+        expected = {**own, **changes}
+        assert {name: record[name] for name in own} == expected
         assert record["weights"] == "model"
 
 

@@ -44,13 +44,13 @@ def run(tiny_run_dir: Path) -> LoadedRun:
 
 @pytest.mark.parametrize("weights", ["ema", "model"])
 def test_load_run_takes_the_named_weights(tiny_run_dir: Path, weights):
-    loaded = load_run(tiny_run_dir, weights=weights, device="cpu")
-    saved = read_checkpoint(tiny_run_dir / "checkpoints" / "step-00000007").tensors(weights)
-    for name, parameter in loaded.model.named_parameters():
-        assert torch.equal(parameter, saved[name]), name
+    tiny_run = load_run(tiny_run_dir, weights=weights, device="cpu")
+    tensors = read_checkpoint(tiny_run_dir / "checkpoints" / "step-00000007").tensors(weights)
+    for name, parameter in tiny_run.model.named_parameters():
+        assert torch.equal(parameter, tensors[name]), name
         assert not parameter.requires_grad
-    assert not loaded.model.training
-    assert (loaded.step, loaded.weights) == (7, weights)
+    assert not tiny_run.model.training
+    assert (tiny_run.step, tiny_run.weights) == (7, weights)
 
 
 def test_settings_left_out_come_from_the_run(run: LoadedRun):
@@ -72,13 +72,13 @@ def test_a_run_is_sampled_as_it_samples_itself(tiny_config, write_tiny_run, tmp_
         ({**own, "flow_shift": None}, (7, 2.5, 3.0)),
         (None, (32, 1.0, 3.0)),
     ]
-    for i, (samples, wanted) in enumerate(cases):
+    for i, (samples, expected) in enumerate(cases):
         config = {**tiny_config(), "callbacks": {"samples": samples}}
-        loaded = load_run(write_tiny_run(tmp_path / str(i), config=config), device="cpu")
-        found = loaded.settings()
-        assert (found.steps, found.guidance, found.flow_shift) == wanted
-        given = loaded.settings(steps=2, guidance=1.5, flow_shift=9.0)
-        assert (given.steps, given.guidance, given.flow_shift) == (2, 1.5, 9.0)
+        tiny_run = load_run(write_tiny_run(tmp_path / str(i), config=config), device="cpu")
+        defaults = tiny_run.settings()
+        assert (defaults.steps, defaults.guidance, defaults.flow_shift) == expected
+        explicit = tiny_run.settings(steps=2, guidance=1.5, flow_shift=9.0)
+        assert (explicit.steps, explicit.guidance, explicit.flow_shift) == (2, 1.5, 9.0)
     assert (sampling_of({}), sampling_of({"callbacks": None})) == ({}, {})
 
 
@@ -143,8 +143,8 @@ def test_samples_equal_a_loop_with_diffusers_scheduler_and_two_passes(run: Loade
                 uncond = run.model(x, t.expand(1), null, None, topk=settings.topk)
             x = scheduler.step(uncond + 3.5 * (cond - uncond), t, x, return_dict=False)[0]
         torch.testing.assert_close(ours[i : i + 1], x, atol=1e-4, rtol=1e-4)
-    unguided = sample_latents(run.model, run.text_encoder, PROMPTS[:2], seeds, replace(settings, guidance=1.0))
-    assert (unguided - ours).abs().max() > 1e-2
+    without_guidance = sample_latents(run.model, run.text_encoder, PROMPTS[:2], seeds, replace(settings, guidance=1.0))
+    assert (without_guidance - ours).abs().max() > 1e-2
 
 
 def test_a_clip_does_not_depend_on_its_batch_and_depends_on_prompt_and_seed(run: LoadedRun):
@@ -166,8 +166,8 @@ def test_a_clip_does_not_depend_on_its_batch_and_depends_on_prompt_and_seed(run:
 
 def test_sampling_leaves_the_global_random_state_alone(tiny_run_dir: Path):
     state = torch.random.get_rng_state()
-    loaded = load_run(tiny_run_dir, device="cpu")
-    generate(loaded, PROMPTS[:1], loaded.settings(steps=1))
+    tiny_run = load_run(tiny_run_dir, device="cpu")
+    generate(tiny_run, PROMPTS[:1], tiny_run.settings(steps=1))
     assert torch.equal(state, torch.random.get_rng_state())
 
 
@@ -199,19 +199,19 @@ class Oracle(nn.Module):
     def forward(
         self, x: Tensor, timestep: Tensor, text: Tensor, mask: Tensor, *, topk: int, denoising: object
     ) -> Tensor:
-        wanted = torch.stack([next(t for e, t in self.targets if torch.equal(e, row)) for row in text])
-        return (x - wanted) / (timestep / 1000).view(-1, 1, 1, 1, 1)
+        target = torch.stack([next(t for e, t in self.targets if torch.equal(e, row)) for row in text])
+        return (x - target) / (timestep / 1000).view(-1, 1, 1, 1, 1)
 
 
 def test_a_perfect_model_gives_the_clip_of_its_prompt(run: LoadedRun):
-    rendered = [render_clip(3, i, size=(16, 64, 64)) for i in range(3)]
+    clips = [render_clip(3, i, size=(16, 64, 64)) for i in range(3)]
     mean, std = run.latent_mean.view(-1, 1, 1, 1), run.latent_std.view(-1, 1, 1, 1)
-    targets = {caption: (run.codec.encode(video) - mean) / std for video, caption, _ in rendered}
+    targets = {caption: (run.codec.encode(video) - mean) / std for video, caption, _ in clips}
     oracle = replace(run, model=cast(VideoDiT, Oracle(run, targets)))
     prompts = list(reversed(targets))
     videos = generate(oracle, prompts, run.settings(steps=4))
     for prompt, video in zip(prompts, videos, strict=True):
-        original = next(v for v, c, _ in rendered if c == prompt)
+        original = next(v for v, c, _ in clips if c == prompt)
         assert (video.int() - run.codec.decode(run.codec.encode(original)).int()).abs().max() <= 1
         assert score_clip(video, prompt) == {"colour": True, "direction": True, "shape": True}
 
@@ -220,21 +220,21 @@ def test_decode_undoes_the_normalisation(run: LoadedRun):
     video = render_clip(0, 0, size=(16, 64, 64))[0]
     raw = run.codec.encode(video)
     mean, std = run.latent_mean.view(-1, 1, 1, 1), run.latent_std.view(-1, 1, 1, 1)
-    decoded = decode_latents(run.codec, ((raw - mean) / std)[None], run.statistics)
-    assert (decoded[0].int() - run.codec.decode(raw).int()).abs().max() <= 1
+    videos = decode_latents(run.codec, ((raw - mean) / std)[None], run.statistics)
+    assert (videos[0].int() - run.codec.decode(raw).int()).abs().max() <= 1
 
 
 def test_record_attention_gives_the_selection_of_every_layer(run: LoadedRun):
     text, mask = encode_prompts(run.text_encoder, PROMPTS[:1], "cpu")
     latents = torch.randn(1, *LATENT_SHAPE, generator=torch.Generator().manual_seed(0))
-    found = record_attention(run.model, latents, text, mask, sigma=0.5, topk=3)
-    assert sorted(found) == [0, 1]
-    for tensors in found.values():
+    records = record_attention(run.model, latents, text, mask, sigma=0.5, topk=3)
+    assert sorted(records) == [0, 1]
+    for tensors in records.values():
         counts, indices = tensors["kv_num_blocks"], tensors["kv_indices"]
         assert (counts == 3).all()
-        chosen = indices[..., :3].expand(1, 2, 8, 3)
-        assert ((chosen >= 0) & (chosen < 8)).all()
-        assert (chosen.diff(dim=-1) > 0).all()
+        tiles = indices[..., :3].expand(1, 2, 8, 3)
+        assert ((tiles >= 0) & (tiles < 8)).all()
+        assert (tiles.diff(dim=-1) > 0).all()
 
 
 def test_draw_attention(run: LoadedRun, tmp_path: Path):
@@ -300,11 +300,11 @@ def distilled(tmp_path_factory: pytest.TempPathFactory, tiny_config, write_tiny_
 
 def test_a_distilled_run_is_sampled_at_its_step_list(distilled: LoadedRun, run: LoadedRun):
     assert (distilled.step_list, run.step_list) == (STEPS, None)
-    found = distilled.settings()
-    assert (found.steps, found.step_list, found.guidance, found.flow_shift) == (3, STEPS, 1.0, 1.0)
+    settings = distilled.settings()
+    assert (settings.steps, settings.step_list, settings.guidance, settings.flow_shift) == (3, STEPS, 1.0, 1.0)
     assert distilled.settings(guidance=2.0).guidance == 2.0
     assert distilled.settings(sparsity=0.5).topk == 4
-    record = json.loads(json.dumps(settings_dict(found, distilled)))
+    record = json.loads(json.dumps(settings_dict(settings, distilled)))
     assert (record["steps"], record["step_list"]) == (3, list(STEPS))
     assert settings_dict(run.settings(), run)["step_list"] is None
 
@@ -312,37 +312,37 @@ def test_a_distilled_run_is_sampled_at_its_step_list(distilled: LoadedRun, run: 
 @pytest.mark.parametrize("count", [1, 2, 3])
 @pytest.mark.parametrize("guidance", [1.0, 2.0])
 def test_clips_of_a_distilled_run_are_the_rollouts_of_its_training(distilled: LoadedRun, count: int, guidance: float):
-    shortened = replace(distilled, step_list=STEPS[:count])
-    settings = shortened.settings(guidance=guidance)
+    short_run = replace(distilled, step_list=STEPS[:count])
+    settings = short_run.settings(guidance=guidance)
     seeds = clip_seeds(11, 3)
     clips = {}
     for size in (1, 2, 3):
         part = seeds[:size]
-        text, mask = encode_prompts(shortened.text_encoder, PROMPTS[:size], "cpu")
-        null, null_mask = encode_prompts(shortened.text_encoder, [""] * size, "cpu")
+        text, mask = encode_prompts(short_run.text_encoder, PROMPTS[:size], "cpu")
+        null, null_mask = encode_prompts(short_run.text_encoder, [""] * size, "cpu")
 
         def velocity(x: Tensor, t: Tensor, text=text, mask=mask, null=null, null_mask=null_mask) -> Tensor:
             if guidance == 1:
-                return shortened.model(x, t, text, mask, topk=settings.topk)
+                return short_run.model(x, t, text, mask, topk=settings.topk)
             both = torch.cat([text, null]), torch.cat([mask, null_mask])
-            cond, uncond = shortened.model(torch.cat([x, x]), torch.cat([t, t]), *both, topk=settings.topk).chunk(2)
+            cond, uncond = short_run.model(torch.cat([x, x]), torch.cat([t, t]), *both, topk=settings.topk).chunk(2)
             return uncond + guidance * (cond - uncond)
 
         steps: list[int] = []
         prompts = PROMPTS[:size]
-        clips[size] = sample_latents(shortened.model, shortened.text_encoder, prompts, part, settings, steps.append)
-        trained = rollout(velocity, torch.empty(size, *LATENT_SHAPE), part, STEPS[:count], count - 1)
-        assert torch.equal(clips[size], trained)
+        clips[size] = sample_latents(short_run.model, short_run.text_encoder, prompts, part, settings, steps.append)
+        expected = rollout(velocity, torch.empty(size, *LATENT_SHAPE), part, STEPS[:count], count - 1)
+        assert torch.equal(clips[size], expected)
         assert steps == [size] * count
     for size in (1, 2):
         torch.testing.assert_close(clips[size], clips[3][:size], atol=1e-4, rtol=1e-4)
     # controls: seeds, prompts and steps are looked at
-    encoder = shortened.text_encoder
+    encoder = short_run.text_encoder
     assert (clips[3][1] - clips[3][0]).abs().max() > 0.1
-    assert (sample_latents(shortened.model, encoder, PROMPTS[:3], seeds + 1, settings) - clips[3]).abs().max() > 0.1
-    euler = replace(shortened, step_list=None).settings(steps=count, guidance=guidance)
+    assert (sample_latents(short_run.model, encoder, PROMPTS[:3], seeds + 1, settings) - clips[3]).abs().max() > 0.1
+    euler = replace(short_run, step_list=None).settings(steps=count, guidance=guidance)
     if count > 1:
-        assert (sample_latents(shortened.model, encoder, PROMPTS[:3], seeds, euler) - clips[3]).abs().max() > 0.1
+        assert (sample_latents(short_run.model, encoder, PROMPTS[:3], seeds, euler) - clips[3]).abs().max() > 0.1
 
 
 def test_fresh_noise_of_a_clip_is_that_of_its_seed(distilled: LoadedRun, monkeypatch: pytest.MonkeyPatch):

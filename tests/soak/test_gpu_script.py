@@ -12,13 +12,13 @@ ROOT = Path(__file__).parents[2]
 
 
 def gpu_soak(*arguments: str) -> tuple[int, str]:
-    done = subprocess.run(
+    result = subprocess.run(
         ["bash", str(ROOT / "scripts/gpu_soak.sh"), *arguments],
         capture_output=True,
         text=True,
         env={**os.environ, "PYTHON": sys.executable},
     )
-    return done.returncode, done.stdout + done.stderr
+    return result.returncode, result.stdout + result.stderr
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
@@ -31,8 +31,8 @@ def gpu_soak(*arguments: str) -> tuple[int, str]:
     ],
 )
 def test_what_it_says(arguments, status, words, tmp_path):
-    returned, output = gpu_soak(*arguments)
-    assert returned == status, output
+    actual, output = gpu_soak(*arguments)
+    assert actual == status, output
     assert [word for word in words if word not in output] == []
     # nothing was run
     assert not (ROOT / "OUT").exists()

@@ -21,8 +21,8 @@ def test_the_plain_formula_on_numbers_worked_out_by_hand():
     mask = torch.tensor([[True, True], [False, True], [False, False]])[None, None]
     out, lse = dense(q, k, v, mask, 1.0)
     torch.testing.assert_close(out.flatten(), torch.tensor([7.0, 8.0, 0.0], dtype=torch.float64))
-    wanted = torch.tensor([math.log(4), 5 * math.log(3), -math.inf], dtype=torch.float64)
-    torch.testing.assert_close(lse.flatten(), wanted)
+    expected = torch.tensor([math.log(4), 5 * math.log(3), -math.inf], dtype=torch.float64)
+    torch.testing.assert_close(lse.flatten(), expected)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -60,10 +60,10 @@ def test_the_row_of_long_strides_on_a_few_tokens(monkeypatch):
     def no_scale(q, k, v, index, **how):
         return block_sparse_attn(q, k, v, index, **how, scale=1.0)
 
-    def confused(q, k, v, index, **how):
+    def no_strides(q, k, v, index, **how):
         # addresses a view as if it were contiguous
         return block_sparse_attn(q, torch.as_strided(k, k.shape, k.contiguous().stride()), v, index, **how)
 
-    for wrong, message in ((no_scale, "from fp64"), (confused, "differ from those of contiguous")):
+    for wrong, message in ((no_scale, "from fp64"), (no_strides, "differ from those of contiguous")):
         monkeypatch.setattr("scripts.soak.gpu_kernels.block_sparse_attn", wrong)
         assert message in (long_views(**few, backend="gather") or "")

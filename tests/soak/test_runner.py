@@ -75,9 +75,9 @@ def test_what_fails_is_shown_as_failed(tmp_path, capsys):
     out = tmp_path / "soak.json"
     rows = [row(good), row(loses_one), row(raises), row(dies)]
     assert run(rows, out, short=False, seed=7, jobs=2) == 1
-    shown = capsys.readouterr().out
+    output = capsys.readouterr().out
     for line in ("| good | 5 | 5 |", "| loses_one | 5 | **4** |", "| raises | 5 | **0** |", "| all 4 rows | 20 | 9 |"):
-        assert line in shown
+        assert line in output
         assert line in out.with_suffix(".md").read_text()
     report = json.loads(out.read_text())
     assert [(r["row"], r["tried"], r["survived"]) for r in report["results"]] == [
@@ -139,9 +139,9 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path):
 
 
 def test_rows_are_chosen_by_file_and_by_words(monkeypatch):
-    known = {"numbers": (row(good), row(raises)), "data": (row(dies),)}
+    by_topic = {"numbers": (row(good), row(raises)), "data": (row(dies),)}
     monkeypatch.setattr(
-        "scripts.soak.__main__.rows_by_topic", lambda topics: {t: known[t] for t in topics if t in known}
+        "scripts.soak.__main__.rows_by_topic", lambda topics: {t: by_topic[t] for t in topics if t in by_topic}
     )
     assert [r.name for r in choose_rows([])] == ["dies", "good", "raises"]
     assert [r.name for r in choose_rows(["data"])] == ["dies"]

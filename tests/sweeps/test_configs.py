@@ -52,10 +52,10 @@ TINY = (
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in SWEEPS if name != "topk"])
 def test_every_point_can_be_trained(name):
-    opened = {}
+    datamodules = {}
     with initialize_config_dir(version_base="1.3", config_dir=str(CONFIGS)):
         for point in points_of(name):
             small = ["tile_thw=[2,2,2]"] if name == "seq_len_by_topk" else []
-            kept = [o for o in (*TINY, *small) if o.split("=")[0] not in {p.split("=")[0] for p in point.overrides}]
-            cfg = compose("train", overrides=[*(f"++{o}" if "." in o else o for o in (*kept, *point.overrides))])
-            check_run(cfg, opened)
+            settings = [o for o in (*TINY, *small) if o.split("=")[0] not in {p.split("=")[0] for p in point.overrides}]
+            cfg = compose("train", overrides=[*(f"++{o}" if "." in o else o for o in (*settings, *point.overrides))])
+            check_run(cfg, datamodules)

@@ -28,9 +28,9 @@ ENDLESS = 1e6
 
 
 def run(jobs: list[Job], slots: list[Slot], grace: float = ENDLESS, at_tick=lambda: None) -> tuple[int | None, list]:
-    seen = []
-    number = run_jobs(jobs, slots, changed=lambda one: seen.append((one.name, one.status)), tick=at_tick, grace=grace)
-    return number, seen
+    events = []
+    number = run_jobs(jobs, slots, changed=lambda one: events.append((one.name, one.status)), tick=at_tick, grace=grace)
+    return number, events
 
 
 def most_at_once(seen: list[tuple[str, str]]) -> int:
@@ -48,7 +48,7 @@ def test_every_job_runs_on_a_slot_of_its_own_and_a_failure_stops_no_other(tmp_pa
     }
     jobs = [job(tmp_path, name, script % (tmp_path / name, end)) for name, end in ends.items()]
     slots = [Slot("first", {"DEVICE": "0"}), Slot("second", {"DEVICE": "1"})]
-    number, seen = run(jobs, slots)
+    number, events = run(jobs, slots)
     assert number is None
     assert [(one.status, one.reason) for one in jobs] == [
         ("finished", None),
@@ -56,20 +56,20 @@ def test_every_job_runs_on_a_slot_of_its_own_and_a_failure_stops_no_other(tmp_pa
         ("failed", "Defect: x"),
         ("failed", "ended by SIGKILL"),
     ]
-    assert [name for name, status in seen if status == "running"] == ["a", "b", "c", "d"]
+    assert [name for name, status in events if status == "running"] == ["a", "b", "c", "d"]
     assert {(tmp_path / name).read_text().strip() for name in "ab"} == {"0", "1"}
     assert all((tmp_path / one.name).read_text().strip() == {"first": "0", "second": "1"}[one.device] for one in jobs)
     # never more at a time than there are slots
-    assert most_at_once(seen) == 2
+    assert most_at_once(events) == 2
 
 
 def test_two_jobs_share_a_device_that_has_two_slots(tmp_path):
     # each ends when the other has begun
     meet = f"touch {tmp_path}/%s; while [ ! -e {tmp_path}/%s ]; do sleep 0.02; done"
     jobs = [job(tmp_path, one, meet % (one, other)) for one, other in ("ab", "ba", "cd", "dc")]
-    _, seen = run(jobs, [Slot("gpu 0"), Slot("gpu 0")])
+    _, events = run(jobs, [Slot("gpu 0"), Slot("gpu 0")])
     assert [(one.status, one.device) for one in jobs] == [("finished", "gpu 0")] * 4
-    assert most_at_once(seen) == 2
+    assert most_at_once(events) == 2
 
 
 ASKED = "trap 'echo asked; exit 130' INT TERM; touch %s; sleep 300 & wait"
@@ -80,8 +80,8 @@ def after_start(marks: list[Path], *numbers: int, heard: Path | None = None):
     """Sends the first signal when all marks are there, and the second when the job has heard the first."""
 
     def send() -> None:
-        for number, wanted in zip(numbers, (marks, [heard]), strict=False):
-            while not all(mark.exists() for mark in wanted):
+        for number, paths in zip(numbers, (marks, [heard]), strict=False):
+            while not all(mark.exists() for mark in paths):
                 time.sleep(0.02)
             os.kill(os.getpid(), number)
 
@@ -97,9 +97,9 @@ def test_a_signal_asks_all_and_starts_no_other(tmp_path, number):
     jobs.append(job(tmp_path, "c", "exit 0"))
     before = signal.getsignal(number)
     thread = after_start(marks, number)
-    got, _ = run(jobs, [Slot("x"), Slot("y")])
+    actual, _ = run(jobs, [Slot("x"), Slot("y")])
     thread.join()
-    assert got == number
+    assert actual == number
     assert [one.status for one in jobs] == ["stopped", "stopped", "waiting"]
     assert (tmp_path / "a.log").read_text() == "asked\n"
     assert signal.getsignal(number) == before
@@ -110,9 +110,9 @@ def test_who_does_not_end_is_killed_after_the_grace_time_or_by_a_second_signal(t
         mark, heard = (tmp_path / f"{name}-{len(numbers)}" for name in ("up", "heard"))
         deaf = job(tmp_path, f"deaf-{len(numbers)}", DEAF % (heard, mark))
         thread = after_start([mark], *numbers, heard=heard)
-        got, _ = run([deaf], [Slot("x")], grace=grace)
+        actual, _ = run([deaf], [Slot("x")], grace=grace)
         thread.join()
-        assert got == numbers[0]
+        assert actual == numbers[0]
         assert deaf.status == "stopped"
 
 
@@ -150,7 +150,7 @@ def test_no_run_outlives_a_sweep_that_is_killed(tmp_path):
 def test_a_run_whose_sweep_has_ended_before_it_began_does_not_begin(tmp_path):
     code = "from vsa.sweeps.lifeline import end_with_parent; end_with_parent(); print('began')"
     for parent, began in ((os.getpid(), True), (1 << 22, False)):
-        done = subprocess.run(
+        result = subprocess.run(
             [sys.executable, "-c", code], env={**os.environ, VARIABLE: str(parent)}, cwd=ROOT, capture_output=True
         )
-        assert (b"began" in done.stdout) == began, done.stderr
+        assert (b"began" in result.stdout) == began, result.stderr

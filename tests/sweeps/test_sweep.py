@@ -154,20 +154,20 @@ def test_a_sweep_that_is_killed_goes_on_with_what_is_missing(command_line, forke
     assert not (folder / "many").exists()
 
     # nothing of the finished run is touched again
-    kept = files(folder / "f") | {"log": ((folder / "f.log").read_bytes(), 0)}
+    content = files(folder / "f") | {"log": ((folder / "f.log").read_bytes(), 0)}
     (folder / "taken" / "notes").unlink()
     status, out, _ = command_line("sweep", "mine", *words)
     assert status == 0
     assert "2 of 3 runs finished" in out
-    assert files(folder / "f") | {"log": ((folder / "f.log").read_bytes(), 0)} == kept
+    assert files(folder / "f") | {"log": ((folder / "f.log").read_bytes(), 0)} == content
     assert record(folder)["taken"]["status"] == "finished"
 
     # other settings are other runs
-    changed = [*words, "optim.lr=0.02"]
-    status, _, err = command_line("sweep", "mine", *changed)
+    other_words = [*words, "optim.lr=0.02"]
+    status, _, err = command_line("sweep", "mine", *other_words)
     assert (status, err.count("\n")) == (1, 1)
     assert err.startswith(f"error: {folder} holds runs of other settings at f, taken: give another sweep.name")
-    assert files(folder / "f") | {"log": ((folder / "f.log").read_bytes(), 0)} == kept
+    assert files(folder / "f") | {"log": ((folder / "f.log").read_bytes(), 0)} == content
 
 
 TRAINING_FREE = """
@@ -203,13 +203,13 @@ axes:
 
 
 def test_a_sparsity_of_all_points_is_left_out_where_attention_selects_no_tiles(command_line, tmp_path, monkeypatch):
-    started: list[tuple[list[str], list[Point]]] = []
+    calls: list[tuple[list[str], list[Point]]] = []
     run = sweeper_module.SweepRun
-    monkeypatch.setattr(run, "train", lambda self, points, *_: started.append((self._settings, points)))
+    monkeypatch.setattr(run, "train", lambda self, points, *_: calls.append((self._settings, points)))
     monkeypatch.setattr(run, "end", lambda self: None)
     words = [*own_sweep(tmp_path, METHODS), *TINY, f"output_dir={tmp_path}", "sparsity=constant_80"]
     assert command_line("sweep", "mine", *words)[0] == 0
-    ((settings, points),) = started
+    ((settings, points),) = calls
     assert "trainer.max_steps=4" in settings
     assert not [text for text in settings if text.startswith("sparsity")]
     shared = ("sparsity.sparsity=0.5", "sparsity=constant_80")
@@ -275,19 +275,19 @@ class Cluster(Launcher):
 
     def launch(self, job_overrides: Any, initial_job_idx: int) -> Any:
         self.given = job_overrides
-        returned = []
+        results = []
         for reason in ("", "no room"):
-            returned.append(JobReturn(status=JobStatus.COMPLETED))
-            returned[-1].return_value = reason
-        return returned
+            results.append(JobReturn(status=JobStatus.COMPLETED))
+            results[-1].return_value = reason
+        return results
 
 
 def test_the_launcher_of_a_cluster_takes_the_place_of_the_queue(tmp_path):
     jobs = [Job(name, (), tmp_path, settings=[f"run={name}"]) for name in "ab"]
-    seen, cluster = [], Cluster()
-    sweeper_module._run_elsewhere(jobs, cluster, lambda job: seen.append((job.name, job.status)))
+    events, cluster = [], Cluster()
+    sweeper_module._run_elsewhere(jobs, cluster, lambda job: events.append((job.name, job.status)))
     assert cluster.given == [["run=a"], ["run=b"]]
-    assert seen == [("a", "running"), ("b", "running"), ("a", "finished"), ("b", "failed")]
+    assert events == [("a", "running"), ("b", "running"), ("a", "finished"), ("b", "failed")]
     assert (jobs[0].reason, jobs[1].reason) == (None, "no room")
 
 
@@ -343,27 +343,27 @@ class Looking:
 def test_seeds_train_at_the_rate_of_the_lowest_loss_the_first_seed_of_every_point_first(tmp_path, monkeypatch):
     losses = {"a-lr0.05": 3.0, "a-lr0.1": 1.0, "a-lr0.2": 2.0, "b-lr0.05": 1.0, "b-lr0.1": 2.0, "b-lr0.2": math.nan}
     losses |= {f"c-lr{rate}": math.inf for rate in (0.05, 0.1, 0.2)}
-    queued: list[Point] = []
+    queue: list[Point] = []
     sweep = Sweep(name="mine", lr=3, seeds=[4, 7])
     run = sweeper_module.SweepRun(PointSweeper(), sweep, tmp_path, [], seed=0, overwrite=False)
     points, watch = [Point(name, ()) for name in "abc"], Looking()
     monkeypatch.setattr(run, "_check", lambda points: ({point.name: 0.1 for point in points}, []))
-    monkeypatch.setattr(run, "_queue", lambda points, where, watch: queued.extend(points))
+    monkeypatch.setattr(run, "_queue", lambda points, where, watch: queue.extend(points))
     monkeypatch.setattr(run._record, "finished", lambda point: point.name != "b-lr0.2")
     monkeypatch.setattr(sweeper_module, "final_loss", lambda folder: losses[folder.name])
     run.train(points, [], watch)
-    assert {point.name for point in queued[:9]} == set(losses)
-    assert {point.overrides[-2:] for point in queued[9:]} == {
+    assert {point.name for point in queue[:9]} == set(losses)
+    assert {point.overrides[-2:] for point in queue[9:]} == {
         (f"optim.lr={rate}", f"seed={seed}") for rate in (0.1, 0.05) for seed in (4, 7)
     }
-    assert [point.name for point in queued[9:]] == ["a-seed4", "b-seed4", "a-seed7", "b-seed7"]
-    assert [point.overrides[-2] for point in queued[9:]] == ["optim.lr=0.1", "optim.lr=0.05"] * 2
+    assert [point.name for point in queue[9:]] == ["a-seed4", "b-seed4", "a-seed7", "b-seed7"]
+    assert [point.overrides[-2] for point in queue[9:]] == ["optim.lr=0.1", "optim.lr=0.05"] * 2
     assert watch.said == [
         "a: optim.lr=0.1 is the best of 3 (loss 1)",
         "b: optim.lr=0.05 is the best of 2 (loss 1)",
     ]
-    kept = record(tmp_path)
-    assert {name: (point["status"], point["reason"]) for name, point in kept.items()} == {
+    records = record(tmp_path)
+    assert {name: (point["status"], point["reason"]) for name, point in records.items()} == {
         f"c-seed{seed}": ("failed", "none of its learning rates has a loss") for seed in (4, 7)
     }
 
@@ -404,9 +404,9 @@ def test_the_stages_of_the_quickstart_at_equal_flops(tmp_path):
     wait_for(running)
     os.killpg(first.pid, signal.SIGKILL)
     first.wait()
-    done = {n: files(folder / n) for n, point in record(folder).items() if point["status"] == "finished"}
+    first_files = {n: files(folder / n) for n, point in record(folder).items() if point["status"] == "finished"}
     second = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, **options)
-    wait_for(finished(len(done) + 1), 300)
+    wait_for(finished(len(first_files) + 1), 300)
     wait_for(running)
     second.send_signal(signal.SIGINT)
     out, _ = second.communicate(timeout=120)
@@ -420,11 +420,11 @@ def test_the_stages_of_the_quickstart_at_equal_flops(tmp_path):
     assert {name: point["status"] for name, point in points.items()} == dict.fromkeys(points, "finished")
     assert [name for name, point in points.items() if point["control"]] == ["dense"]
     assert set(points) == {"l", "f", "c_l", "c_f", "c_f_l", "c_f_l_e", "c_fl", "dense"}
-    assert {name: files(folder / name) for name in done} == done
-    spent = {name: (folder / name / "metrics.csv").read_text().splitlines() for name in points}
+    assert {name: files(folder / name) for name in first_files} == first_files
+    tables = {name: (folder / name / "metrics.csv").read_text().splitlines() for name in points}
     totals = [
         float(dict(zip(r[0].split(","), r[-1].split(","), strict=True))["throughput/flops_total"])
-        for r in spent.values()
+        for r in tables.values()
     ]
     assert totals == pytest.approx([3e9] * 8, rel=0.05)
 

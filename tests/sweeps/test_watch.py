@@ -49,7 +49,7 @@ def test_a_terminal_has_a_table_and_a_file_has_lines(tmp_path):
     (tmp_path / "a" / "config.yaml").write_text("trainer:\n  max_steps: 5\n")
     jobs = [Job("a", (), tmp_path / "a.log"), Job("b", (), tmp_path / "b.log")]
 
-    def shown(terminal: bool) -> str:
+    def output(terminal: bool) -> str:
         file = io.StringIO()
         with Watch(tmp_path, Console(file=file, force_terminal=terminal, width=120, color_system=None)) as watch:
             watch.add(jobs)
@@ -60,9 +60,9 @@ def test_a_terminal_has_a_table_and_a_file_has_lines(tmp_path):
             watch.changed(jobs[1])
         return file.getvalue()
 
-    assert shown(terminal=False) == "[0/2] running a on gpu 1\n[1/2] failed b (no [room])\n"
+    assert output(terminal=False) == "[0/2] running a on gpu 1\n[1/2] failed b (no [room])\n"
     jobs[1].status, jobs[1].reason = "waiting", None
-    table = shown(terminal=True)
+    table = output(terminal=True)
     assert "[room]" in table
     rows = [line.split() for line in table.splitlines()]
     assert ["a", "running", "3/5", "2", "1.5", "60", "0:02:00", "gpu", "1"] in rows

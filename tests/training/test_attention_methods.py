@@ -71,10 +71,10 @@ class Unmoved(L.Callback):
 @pytest.mark.filterwarnings("ignore:tiles .* are .* full")
 @pytest.mark.parametrize("overrides", METHODS, ids=lambda overrides: " ".join(overrides[:2]))
 def test_a_method_trains_and_resumes(training, overrides):
-    unmoved = Unmoved()
-    training(*overrides, "trainer.max_steps=2", callbacks=(unmoved,))
+    callback = Unmoved()
+    training(*overrides, "trainer.max_steps=2", callbacks=(callback,))
     training(*overrides, "trainer.max_steps=4", "ckpt_path=last")
-    assert unmoved.names == []
+    assert callback.names == []
     rows = training.metrics()
     assert sorted(rows) == [1, 2, 3, 4]
     assert all(math.isfinite(float(row["train/loss"])) for row in rows.values())
@@ -94,7 +94,7 @@ class Start(L.Callback):
 @pytest.mark.filterwarnings("ignore:tiles .* are .* full")
 def test_pools_with_weights_start_fresh_are_saved_and_have_no_export(training, tmp_path):
     training("attention=full", "~attention.tile_thw", "run=dense", "trainer.max_steps=1")
-    start, resumed = Start(), Start()
+    start, restart = Start(), Start()
     finetune = ("task=finetune", "task.latent_scale=shared", f"init_from={training.folder('dense')}", *CONV)
     training(*finetune, "trainer.max_steps=2", callbacks=(start,))
     pools = {name for name in start.weights if ".to_pool" in name}
@@ -106,14 +106,14 @@ def test_pools_with_weights_start_fresh_are_saved_and_have_no_export(training, t
         eye = torch.eye(start.weights[name].shape[0])
         assert torch.equal(start.weights[name], eye.repeat(1, 4) / 4)
     dense = read_checkpoint(training.folder("dense") / "checkpoints" / "step-00000001")
-    kept = {name for name in start.weights if not is_gate(name)}
-    assert set(dense.tensors("ema")) == kept
+    base_names = {name for name in start.weights if not is_gate(name)}
+    assert set(dense.tensors("ema")) == base_names
     assert all(torch.equal(start.weights[name], value) for name, value in dense.tensors("ema").items())
     # a checkpoint holds them, and a run goes on with them
-    saved = read_checkpoint(training.folder() / "checkpoints" / "step-00000002").tensors("model")
-    assert not torch.equal(saved[min(pools)], start.weights[min(pools)])
-    training(*finetune, "trainer.max_steps=3", "ckpt_path=last", callbacks=(resumed,))
-    assert all(torch.equal(resumed.weights[name], saved[name]) for name in pools)
+    tensors = read_checkpoint(training.folder() / "checkpoints" / "step-00000002").tensors("model")
+    assert not torch.equal(tensors[min(pools)], start.weights[min(pools)])
+    training(*finetune, "trainer.max_steps=3", "ckpt_path=last", callbacks=(restart,))
+    assert all(torch.equal(restart.weights[name], tensors[name]) for name in pools)
     # sparse weights are not dense ones, and no format of an export describes the method
     run = load_run(training.folder(), device="cpu")
     assert generate(run, ["a red circle"], run.settings(steps=1)).isfinite().all()
@@ -127,8 +127,8 @@ def test_pools_with_weights_start_fresh_are_saved_and_have_no_export(training, t
 
 def test_an_export_without_its_attention_says_so(training, tmp_path):
     training("attention=pooled_tail", "trainer.max_steps=1")
-    told = convert(open_weights(training.folder()), tmp_path / "out", Conversion(golden=False))
-    assert f"no file of {tmp_path / 'out'} says that the weights were trained with PooledTail" in told[-1]
+    lines = convert(open_weights(training.folder()), tmp_path / "out", Conversion(golden=False))
+    assert f"no file of {tmp_path / 'out'} says that the weights were trained with PooledTail" in lines[-1]
 
 
 def test_a_training_free_method_says_how_to_train_it(training):
@@ -167,15 +167,15 @@ def test_parameters_after_the_last_attention_train_with_any_method():
             return "is training-free" in str(error)
         return False
 
-    taken = set()
+    names = set()
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(True)
-        refused = refuses(lambda: model(video, step, text))
-        assert refuses(lambda: refuse_training_free(model)) == refused, name
-        taken |= set() if refused else {name}
+        is_refused = refuses(lambda: model(video, step, text))
+        assert refuses(lambda: refuse_training_free(model)) == is_refused, name
+        names |= set() if is_refused else {name}
         parameter.requires_grad_(False)
-    assert {"proj_out.weight", "blocks.1.ffn.net.2.weight"} < taken
-    assert "blocks.0.ffn.net.2.weight" not in taken
+    assert {"proj_out.weight", "blocks.1.ffn.net.2.weight"} < names
+    assert "blocks.0.ffn.net.2.weight" not in names
 
 
 WINDOWS = ("attention=neighborhood", "attention.window_thw=[2,3,1.0]", "attention.tile_thw=[1,2,2]")

@@ -28,9 +28,9 @@ class Gate(L.Callback):
         save_file = checkpointing.save_file
 
         def slow(path, parts):
-            saved = int(path.parent.name.rpartition("-")[2])
+            save_step = int(path.parent.name.rpartition("-")[2])
             with self.moved:
-                self.waited += self.moved.wait_for(lambda: self.step > min(saved, 4), timeout=60)
+                self.waited += self.moved.wait_for(lambda: self.step > min(save_step, 4), timeout=60)
             return save_file(path, parts)
 
         patch.setattr(checkpointing, "save_file", slow)
@@ -111,9 +111,9 @@ def test_ranks_agree_on_a_save_in_the_background(training):
 
 def test_a_copy_is_another_tensor_and_one_failure_is_raised():
     weight = torch.ones(3)
-    kept = copied(own_parts({"model": {"w": weight}}))["model"]["w"]
+    duplicate = copied(own_parts({"model": {"w": weight}}))["model"]["w"]
     weight.zero_()
-    assert torch.equal(kept.rows, torch.ones(3))
+    assert torch.equal(duplicate.rows, torch.ones(3))
 
     def fail():
         raise OSError("full")
@@ -144,22 +144,22 @@ def test_a_save_without_room_is_tried_again_and_may_be_missed(training, monkeypa
         "callbacks.checkpoint.every_n_steps=1",
     )
     settings += ("trainer.max_steps=5", "callbacks.checkpoint.keep=3", "callbacks.checkpoint.max_missed=1")
-    said = []
-    monkeypatch.setattr(callback_module, "rank_zero_info", said.append)
+    messages = []
+    monkeypatch.setattr(callback_module, "rank_zero_info", messages.append)
     training(*settings)
     # before the second try of step 4 the oldest makes room, which has two good ones after it
     assert attempts == [(1, ""), (2, "1"), (2, "1"), (3, "12"), (4, "123"), (4, "23"), (5, "23")]
-    kept = [path.name[-1] for path in checkpointing.list_checkpoints(training.folder() / "checkpoints")]
-    assert kept == ["2", "3", "5"]
-    assert all(line.startswith(f"cannot write {training.folder()}/checkpoints/step-0000000") for line in said)
-    ends = [line.rpartition(": ")[2] for line in said]
-    again, missed = "trying once more", "training goes on without it (1 in a row, callbacks.checkpoint.max_missed=1)"
-    assert ends == [again, again, missed]
+    names = [path.name[-1] for path in checkpointing.list_checkpoints(training.folder() / "checkpoints")]
+    assert names == ["2", "3", "5"]
+    assert all(line.startswith(f"cannot write {training.folder()}/checkpoints/step-0000000") for line in messages)
+    ends = [line.rpartition(": ")[2] for line in messages]
+    again, miss = "trying once more", "training goes on without it (1 in a row, callbacks.checkpoint.max_missed=1)"
+    assert ends == [again, again, miss]
     assert len(training.losses()) == 5
     # one miss too many, and one at the end
-    for steps, allowed in ((9, 0), (4, 5)):
+    for steps, limit in ((9, 0), (4, 5)):
         monkeypatch.setattr(callback_module, "rank_zero_info", lambda line: None)
-        ends = (f"trainer.max_steps={steps}", f"callbacks.checkpoint.max_missed={allowed}", f"run=ends{steps}")
+        ends = (f"trainer.max_steps={steps}", f"callbacks.checkpoint.max_missed={limit}", f"run=ends{steps}")
         with pytest.raises(DiskFullError, match=r"cannot write .*step-00000004: No space left"):
             training(*settings, *ends)
         assert training.last(f"ends{steps}").step == 3

@@ -156,12 +156,12 @@ def test_wrong_settings(command_line, tiny_overrides, tmp_path, monkeypatch, ove
     monkeypatch.chdir(tmp_path)
     keys = {o.partition("=")[0].lstrip("+") for o in overrides}
     # a group that is chosen anew drops the tiny settings inside it
-    kept = [o for o in tiny_overrides if o.partition("=")[0] not in keys]
+    base_overrides = [o for o in tiny_overrides if o.partition("=")[0] not in keys]
     if "data=folder" in overrides:
-        kept = [o for o in kept if not o.startswith(("data.toy", "data="))]
+        base_overrides = [o for o in base_overrides if not o.startswith(("data.toy", "data="))]
     if "attention=nope" in overrides or "model=nope" in overrides:
-        kept = [o for o in kept if not o.startswith(("attention.", "model."))]
-    status, _, err = command_line("train.py", *kept, "output_dir=out", *overrides)
+        base_overrides = [o for o in base_overrides if not o.startswith(("attention.", "model."))]
+    status, _, err = command_line("train.py", *base_overrides, "output_dir=out", *overrides)
     lines = [line for line in err.splitlines() if line.startswith("error: ")]
     assert status == 1, err
     assert len(lines) == 1, err
@@ -194,9 +194,9 @@ def composed(tiny_overrides) -> Callable[[list[str]], DictConfig]:
 def test_wrong_settings_are_refused_before_anything_is_written(composed, tmp_path, monkeypatch, overrides, message):
     monkeypatch.chdir(tmp_path)
     # what becomes of an error in a command, test_wrong_settings looks at
-    with pytest.raises((ValueError, OSError, *INPUT_ERRORS)) as refused:
+    with pytest.raises((ValueError, OSError, *INPUT_ERRORS)) as error:
         train(composed(overrides))
-    assert message in " ".join(str(refused.value).split())
+    assert message in " ".join(str(error.value).split())
     assert not list(tmp_path.iterdir())
 
 
@@ -256,9 +256,9 @@ def shards(untouched, tmp_path):
 
 
 def from_shards(tiny_overrides, shards, tmp_path, *overrides):
-    kept = [o for o in tiny_overrides if not o.startswith(("data.toy", "data="))]
+    base_overrides = [o for o in tiny_overrides if not o.startswith(("data.toy", "data="))]
     return [
-        *kept,
+        *base_overrides,
         "data=folder",
         f"data.root={shards}",
         "data.num_workers=0",

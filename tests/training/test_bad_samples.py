@@ -65,12 +65,12 @@ def test_a_bad_sample_is_passed_and_a_resume_is_the_same_run(train, training, sh
     spoil(shards, ["video-003"])
     train("trainer.max_steps=12", "run=straight")
     state = state_of(training, "straight")
-    drawn = sum(row[2] for row in state["counts"])
-    assert drawn >= 1
+    draws = sum(row[2] for row in state["counts"])
+    assert draws >= 1
     assert state["drawn"] == 48
-    assert state["counts"] == [["digest", "latents-C16x2x2x4-00000.tar", drawn]]
+    assert state["counts"] == [["digest", "latents-C16x2x2x4-00000.tar", draws]]
     assert state["samples"] == {"main/video-003": "digest in latents-C16x2x2x4-00000.tar"}
-    assert training.metrics("straight")[12]["bad_samples"] == str(drawn)
+    assert training.metrics("straight")[12]["bad_samples"] == str(draws)
     report = (training.folder("straight") / "bad_samples.txt").read_text()
     assert "main/video-003\tdigest in latents-C16x2x2x4-00000.tar\n" in report
     assert sum("bad sample main/video-003 (digest in" in record.getMessage() for record in caplog.records) == 1
@@ -90,13 +90,13 @@ def test_good_data_are_read_as_ever(train, training, shards, tmp_path):
     assert not (training.folder("good") / "bad_samples.txt").exists()
     module = LatentDataModule(**data_of(training.last("good").state["config"]))
     module.setup()
-    drawn = {ref.id for step in range(3) for ref in module.plan.step(step).refs}
-    rest = sorted(set(module.plan.sources["main"].buckets[16, 2, 2, 4]) - drawn)
+    drawn_ids = {ref.id for step in range(3) for ref in module.plan.step(step).refs}
+    rest = sorted(set(module.plan.sources["main"].buckets[16, 2, 2, 4]) - drawn_ids)
     assert rest
     spoil(shards, rest)
     train("trainer.max_steps=3", "run=others")
     assert training.losses("others") == training.losses("good")
-    spoil(shards, [sorted(drawn)[0]])
+    spoil(shards, [sorted(drawn_ids)[0]])
     train("trainer.max_steps=3", "run=bad", "data.max_bad=1")
     assert training.losses("bad") != training.losses("good")
 
@@ -113,13 +113,13 @@ def test_too_many_bad_samples_stop_the_run_and_nothing_is_lost(train, training, 
     spoil(shards, [f"video-{i:03d}" for i in range(0, 40, 2)])
     with pytest.raises(ValueError, match=r"of 2\d samples drawn were bad \(digest \d+\), more than data.max_bad=0.01"):
         train("trainer.max_steps=40", "trainer.log_every_n_steps=1")
-    stopped = training.last()
-    assert 3 <= stopped.step < 12
+    checkpoint = training.last()
+    assert 3 <= checkpoint.step < 12
     # as told: it may go on where it stopped, or start anew without the bad ones that it met
-    train(f"trainer.max_steps={stopped.step + 2}", "ckpt_path=last", "data.max_bad=0.9")
-    assert training.last().step == stopped.step + 2
+    train(f"trainer.max_steps={checkpoint.step + 2}", "ckpt_path=last", "data.max_bad=0.9")
+    assert training.last().step == checkpoint.step + 2
     # what was saved when it stopped is the whole state of that step
-    train(f"trainer.max_steps={stopped.step + 2}", "run=allowed", "data.max_bad=0.9")
+    train(f"trainer.max_steps={checkpoint.step + 2}", "run=allowed", "data.max_bad=0.9")
     tensors = training.tensors("allowed")
     assert all(torch.equal(tensor, tensors[name]) for name, tensor in training.tensors().items())
     assert state_of(training) == state_of(training, "allowed")
@@ -127,7 +127,7 @@ def test_too_many_bad_samples_stop_the_run_and_nothing_is_lost(train, training, 
     bad = {line.partition("\t")[0] for line in drop.read_text().splitlines()[1:]}
     train("trainer.max_steps=2", "run=anew", f"data.drop={drop}")
     assert not bad & state_of(training, "anew")["samples"].keys()
-    assert training.last("anew").state["plan_hash"] != stopped.state["plan_hash"]
+    assert training.last("anew").state["plan_hash"] != checkpoint.state["plan_hash"]
 
 
 def test_no_bad_sample_is_allowed_where_a_run_says_so(train, shards):
@@ -137,17 +137,17 @@ def test_no_bad_sample_is_allowed_where_a_run_says_so(train, shards):
 
 
 def test_ranks_count_together(tmp_path):
-    met = [[(4, "a", 3), (5, "c", 0)], [(4, "b", 1)]]
+    samples = [[(4, "a", 3), (5, "c", 0)], [(4, "b", 1)]]
 
     def count(rank: int) -> dict:
         dist.init_process_group("gloo", rank=rank, world_size=2)
-        counted = BadSamples(tmp_path)
-        counted._ranks = 2
-        counted._new = [
+        counter = BadSamples(tmp_path)
+        counter._ranks = 2
+        counter._new = [
             (step, BadSample(source="main", id=name, shard="x.tar", cause="nan", slot=slot))
-            for step, name, slot in met[rank]
+            for step, name, slot in samples[rank]
         ]
-        return dict(counted.state_dict())
+        return dict(counter.state_dict())
 
     first, second = run_ranks(2, count)
     assert first == second
@@ -158,6 +158,6 @@ def test_ranks_count_together(tmp_path):
 
 def test_a_checkpoint_of_earlier_versions_has_no_counts(tmp_path):
     assert "bad_samples" in NEWER
-    counted = BadSamples(tmp_path)
-    counted.load_state_dict({})
-    assert counted.state_dict() == {"drawn": 0, "counts": [], "samples": {}}
+    counter = BadSamples(tmp_path)
+    counter.load_state_dict({})
+    assert counter.state_dict() == {"drawn": 0, "counts": [], "samples": {}}

@@ -22,13 +22,13 @@ def test_a_budget_of_tokens_is_that_of_the_tokens_trained_on(training):
 
 
 def test_a_budget_of_seconds_is_measured_once_and_kept(training, monkeypatch):
-    measured, passed = [], []
+    step_times, call_times = [], []
     measure = run_module._step_seconds
 
     def seconds(cfg, step):
         start = time.perf_counter()
-        measured.append(measure(cfg, step))
-        passed.append(time.perf_counter() - start)
+        step_times.append(measure(cfg, step))
+        call_times.append(time.perf_counter() - start)
         # the machine of a test is busy
         return 0.5
 
@@ -38,8 +38,8 @@ def test_a_budget_of_seconds_is_measured_once_and_kept(training, monkeypatch):
     training("second_budget=2.1", *WSD)
     state = training.last().state
     assert state["step"] == state["config"]["trainer"]["max_steps"] == 4
-    assert len(measured) == 1
-    assert 0 < 3 * measured[0] < passed[0]
+    assert len(step_times) == 1
+    assert 0 < 3 * step_times[0] < call_times[0]
     # what was measured has left nothing and moved nothing
     assert sorted(p.name for p in training.output.rglob("step-*")) == ["step-00000002", "step-00000004"]
     training("run=plain", "trainer.max_steps=4", *WSD)
@@ -53,10 +53,10 @@ def test_a_budget_of_seconds_is_measured_once_and_kept(training, monkeypatch):
 
 def test_seconds_follow_an_annealed_schedule(training, monkeypatch):
     """Dense steps take 1 s and the last ones 0.5 s: the run ends where the sum of its steps is the budget."""
-    held = []
+    calls = []
 
     def seconds(cfg, step):
-        held.append(step)
+        calls.append(step)
         return 1.0 if step == 0 else 0.5
 
     monkeypatch.setattr(run_module, "_step_seconds", seconds)
@@ -69,21 +69,21 @@ def test_seconds_follow_an_annealed_schedule(training, monkeypatch):
     for budget, steps in ((3.1, 3), (3 + 10 / 6, 5), (3 + 18 / 6 + 1.1, 9)):
         trainer = training(f"second_budget={budget}", *stairs, *WSD, f"run=seconds{steps}")
         assert trainer.max_steps == steps
-    assert held == [0, 7] * 3
+    assert calls == [0, 7] * 3
 
 
 def test_a_step_is_timed_at_the_sparsity_of_another(training, monkeypatch):
-    kept = []
+    topks = []
     monkeypatch.setattr(run_module, "WARM_UP_STEPS", 1)
     monkeypatch.setattr(run_module, "MEASURED_STEPS", 1)
     monkeypatch.setattr(budgets, "WARM_UP_STEPS", 1)
     topk = PretrainModule.topk
-    monkeypatch.setattr(PretrainModule, "topk", lambda *args: kept.append(topk(*args)) or kept[-1])
+    monkeypatch.setattr(PretrainModule, "topk", lambda *args: topks.append(topk(*args)) or topks[-1])
     cfg = training.config("sparsity=linear", "sparsity.dense_steps=2", "sparsity.total_steps=100", "sparsity.topk=null")
     for step in (0, 102):
-        kept.clear()
+        topks.clear()
         assert run_module._step_seconds(cfg, step) > 0
-        assert set(kept) == ({8} if step == 0 else {4})
+        assert set(topks) == ({8} if step == 0 else {4})
 
 
 @pytest.mark.parametrize(

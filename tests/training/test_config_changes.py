@@ -16,14 +16,14 @@ from vsa.training.config_changes import Change, changed_settings, listed, refuse
 def test_changed_settings_are_listed_by_key():
     before: Any = OmegaConf.to_container(compose_run("sparsity=linear", "+trainer.devices_before=1"), resolve=True)
     now = compose_run("run=other", "output_dir=elsewhere", "optim.lr=1", "callbacks.ema=null", f"data.root={'x' * 50}")
-    told = listed(changed_settings(before, now)).split(", ")
-    assert "optim.lr 0.0006 -> 1" in told
-    assert "callbacks.ema EMA -> null" in told
-    assert "sparsity LinearSparsity -> ConstantSparsity" in told
-    assert f"data.root data/toy/shards -> {'x' * 37}..." in told
+    changes = listed(changed_settings(before, now)).split(", ")
+    assert "optim.lr 0.0006 -> 1" in changes
+    assert "callbacks.ema EMA -> null" in changes
+    assert "sparsity LinearSparsity -> ConstantSparsity" in changes
+    assert f"data.root data/toy/shards -> {'x' * 37}..." in changes
     # task.optim follows optim, and where a run stands does not matter
-    assert not [change for change in told if change.startswith(("task.", "run", "output_dir"))]
-    assert len(told) == 5
+    assert not [change for change in changes if change.startswith(("task.", "run", "output_dir"))]
+    assert len(changes) == 5
     assert changed_settings(before, compose_run("sparsity=linear", "+trainer.devices_before=1", "run=b")) == []
     more = [Change(key=str(i), before=0, now=1, free=True) for i in range(10)]
     assert listed(more).split(", ")[-2:] == ["7 0 -> 1", "and 2 more"]

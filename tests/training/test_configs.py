@@ -60,8 +60,8 @@ def build_everything(cfg) -> L.Trainer:
     assert model.in_channels == model.out_channels == datamodule.codec.channels
     roles = model.parameter_roles()
     optimizer = module._optim.build(model, roles)
-    held = [p for group in optimizer.param_groups for p in group["params"]]
-    assert len(held) == len({id(p) for p in held}) == len(list(model.parameters()))
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    assert len(parameters) == len({id(p) for p in parameters}) == len(list(model.parameters()))
     callbacks = [build(node) for node in cfg.callbacks.values() if node is not None]
     loggers = [build(node) for node in cfg.logger.values()]
     settings = OmegaConf.to_container(cfg.trainer, resolve=True)
@@ -108,12 +108,12 @@ def test_every_config_file_composes_and_builds(choices, tmp_path, monkeypatch):
         overrides += {"lora": ["task=finetune"], "gan": ["task=distill", "task.objective.gan.layers=[0,1]"]}.get(
             group, []
         )
-    composed = compose_run(*overrides)
-    if composed.data.codec._target_.endswith("WanVAE"):
+    cfg = compose_run(*overrides)
+    if cfg.data.codec._target_.endswith("WanVAE"):
         # the encoders of a tiny pipeline, with the width of theirs
-        composed.data.codec.source = str(save_pipeline(tmp_path / "wan"))
-        composed.model.text_dim = 32
-    trainer = build_everything(composed)
+        cfg.data.codec.source = str(save_pipeline(tmp_path / "wan"))
+        cfg.model.text_dim = 32
+    trainer = build_everything(cfg)
     for logger in trainer.loggers:
         if type(logger).__name__ == "TensorBoardLogger":
             logger.log_metrics({"x": 1.0}, 1)
@@ -234,10 +234,10 @@ def test_a_missing_package_is_named_with_what_installs_it(tmp_path, monkeypatch,
     ]:
         monkeypatch.setattr(module, probe, RequirementCache(f"{name}>=9999"))
     cfg = compose_run(f"output_dir={tmp_path}", f"logger={name}")
-    wanted = {"tensorboard": "'vsa-train[tensorboard]'", "wandb": "wandb"}[name]
+    requirement = {"tensorboard": "'vsa-train[tensorboard]'", "wandb": "wandb"}[name]
     with pytest.raises(ValueError) as error:
         build(cfg.logger[name])
-    assert str(error.value) == f"logger.{name} needs the package {name}: pip install {wanted}"
+    assert str(error.value) == f"logger.{name} needs the package {name}: pip install {requirement}"
 
 
 class Failing:
@@ -274,8 +274,8 @@ def test_a_model_too_large_for_the_memory_is_told_as_such():
 def test_only_fp32_with_bf16_by_sharding_is_promised(precision):
     with pytest.raises(ValueError, match=rf"^trainer.precision={precision} is not supported, expected 32-true: .*bf16"):
         _check_precision(precision)
-    for accepted in (32, "32", compose_run().trainer.precision):
-        _check_precision(accepted)
+    for value in (32, "32", compose_run().trainer.precision):
+        _check_precision(value)
 
 
 REFUSED_TARGETS = [

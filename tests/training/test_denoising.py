@@ -38,22 +38,22 @@ def topk_by_definition(step: int, sigma: float) -> int:
 
 
 def test_every_sample_trains_at_the_topk_of_its_range(training, monkeypatch):
-    seen: list[tuple[int, list[int]]] = []
+    calls: list[tuple[int, list[int]]] = []
     call = FlowMatchingLoss.__call__
 
     def alone(self, model, batch, latents, *, seed, topk):
         terms = call(self, model, batch, latents, seed=seed, topk=topk)
         if seed == 0:
-            noised = self.noised(model, batch, latents, seed=seed)
-            kept = [topk_by_definition(batch.step, float(sigma)) for sigma in terms.sigmas]
-            seen.append((batch.step, kept))
-            for i, k in enumerate(kept):
+            noisy = self.noised(model, batch, latents, seed=seed)
+            topks = [topk_by_definition(batch.step, float(sigma)) for sigma in terms.sigmas]
+            calls.append((batch.step, topks))
+            for i, k in enumerate(topks):
                 part = slice(i, i + 1)
                 conditions = {n: None if x is None else x[part] for n, x in batch.conditions.items()}
                 with torch.no_grad():
-                    velocity = model(noised.x_t[part], noised.timestep[part], **conditions, topk=k)
+                    velocity = model(noisy.x_t[part], noisy.timestep[part], **conditions, topk=k)
                 assert terms.mse[i].item() == pytest.approx(
-                    fm.sample_mse(velocity, noised.target[part]).item(), rel=1e-4
+                    fm.sample_mse(velocity, noisy.target[part]).item(), rel=1e-4
                 )
         return terms
 
@@ -61,8 +61,8 @@ def test_every_sample_trains_at_the_topk_of_its_range(training, monkeypatch):
     clips = ("callbacks.samples.prompts=[a red circle]", "callbacks.samples.steps=4", "callbacks.samples.flow_shift=1")
     training(*RUN, *clips, "trainer.val_check_interval=4")
     monkeypatch.undo()
-    assert [step for step, _ in seen] == [0, 1, 2, 3]
-    assert {k for step, kept in seen if step == 3 for k in kept} >= {1, 8}
+    assert [step for step, _ in calls] == [0, 1, 2, 3]
+    assert {k for step, topks in calls if step == 3 for k in topks} >= {1, 8}
 
     # what is logged is the mean over samples
     metrics, objective = training.metrics(), training.last().state["config"]["task"]["objective"]
@@ -92,10 +92,10 @@ def test_every_sample_trains_at_the_topk_of_its_range(training, monkeypatch):
     )
 
     # a budget of FLOPs counts what the run counted
-    spent = float(metrics[4]["throughput/flops_total"])
-    trainer = training(*RUN, f"flop_budget={spent}", "run=budget")
+    budget = float(metrics[4]["throughput/flops_total"])
+    trainer = training(*RUN, f"flop_budget={budget}", "run=budget")
     assert trainer.max_steps == 4
-    assert float(training.metrics("budget")[4]["throughput/flops_total"]) == pytest.approx(spent, rel=1e-9)
+    assert float(training.metrics("budget")[4]["throughput/flops_total"]) == pytest.approx(budget, rel=1e-9)
 
 
 def test_a_run_with_ranges_resumes_bit_for_bit(training):
@@ -126,8 +126,8 @@ def test_shares_of_noise_levels_are_those_of_the_draws(distribution, shift):
     how = {"distribution": distribution, "shift": shift, "logit_mean": 0.3, "logit_std": 1.2}
     sigmas = fm.sample_sigmas(seed=1, step=0, num_slots=50_000, **how)
     for low, high in ((0.0, 1.0), (0.0, 0.3), (0.3, 0.9), (0.9, 1.0)):
-        drawn = ((sigmas > low) & (sigmas <= high)).double().mean().item()
-        assert fm.sigma_share(low, high, **how) == pytest.approx(drawn, abs=1e-4)
+        share = ((sigmas > low) & (sigmas <= high)).double().mean().item()
+        assert fm.sigma_share(low, high, **how) == pytest.approx(share, abs=1e-4)
     objective = FlowMatchingLoss(
         shift=fm.FlowShift(value=shift), distribution=distribution, logit_mean=0.3, logit_std=1.2
     )

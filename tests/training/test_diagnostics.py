@@ -73,26 +73,26 @@ def recall_by_hand(training, callback: Diagnostics, layer: int, sigma: float, to
     assert isinstance(batch, VideoBatch)
     latents = (batch.latents - run.latent_mean.view(1, -1, 1, 1, 1)) / run.latent_std.view(1, -1, 1, 1, 1)
     level = torch.full((len(latents),), sigma)
-    seen: dict = {}
+    recordings: dict = {}
     with torch.no_grad():
         x_t = add_noise(latents, noise_like(latents, batch.seeds), level)
         run.model(
             *(x_t, to_timestep(level), batch.text, batch.text_mask),
             topk=topk,
-            recorder=lambda i, t: seen.update({i: t}),
+            recorder=lambda i, t: recordings.update({i: t}),
         )
-    found = seen[layer]
+    recording = recordings[layer]
     layout = run.model.layout_for(latents.shape[1:])
     tiles = torch.arange(layout.num_blocks).repeat_interleave(layout.blocks.sizes.long())
     # what dense attention gives to an indicator of "this tile is selected" is the mass of the selected tiles
     total = 0.0
-    for head in range(found["q"].shape[2]):
+    for head in range(recording["q"].shape[2]):
         for row in range(layout.num_tokens):
-            kept = found["kv_indices"][0, head, tiles[row], : found["kv_num_blocks"][0, head, tiles[row]]]
-            values = torch.isin(tiles, kept).double()[None, :, None, None]
-            q, k = (found[name][:1, :, head : head + 1].double() for name in ("q", "k"))
+            selection = recording["kv_indices"][0, head, tiles[row], : recording["kv_num_blocks"][0, head, tiles[row]]]
+            values = torch.isin(tiles, selection).double()[None, :, None, None]
+            q, k = (recording[name][:1, :, head : head + 1].double() for name in ("q", "k"))
             total += dense_attn(q[:, row : row + 1], k, values.expand(-1, -1, -1, q.shape[-1])).mean().item()
-    return total / (found["q"].shape[2] * layout.num_tokens)
+    return total / (recording["q"].shape[2] * layout.num_tokens)
 
 
 def test_what_is_measured_is_what_the_weights_do(training, drawn):  # noqa: F811 (the fixture)
@@ -100,10 +100,10 @@ def test_what_is_measured_is_what_the_weights_do(training, drawn):  # noqa: F811
     folder = training.folder()
     names = sorted(p.name for p in (folder / "diagnostics").iterdir())
     assert names == [f"step-0000000{step}.{kind}" for step in (2, 4) for kind in ("json", "png")]
-    for step, kept in ((2, 6), (4, 2)):
+    for step, topk in ((2, 6), (4, 2)):
         table = read_table(folder, step)
-        assert (table["step"], table["topk"], table["num_tiles"]) == (step, [8, kept], 8)
-        assert table["sparsity"] == 1 - (8 + kept) / 16
+        assert (table["step"], table["topk"], table["num_tiles"]) == (step, [8, topk], 8)
+        assert table["sparsity"] == 1 - (8 + topk) / 16
         assert table["timesteps"] == [0.2, 0.6, 0.9]
         assert set(table["tables"]) == set(METRICS)
         # the dense layer misses nothing and selects the same everywhere, the other one does not
@@ -111,8 +111,8 @@ def test_what_is_measured_is_what_the_weights_do(training, drawn):  # noqa: F811
         assert dense["recall"] == pytest.approx([1] * 3, abs=1e-5)
         assert dense["overlap_heads"] == [1] * 3
         assert dense["overlap_steps"] == [None, 1, 1]
-        assert sparse["recall_random"] == [kept / 8] * 3
-        assert all(kept / 16 < x < 0.99 for x in sparse["recall"])
+        assert sparse["recall_random"] == [topk / 8] * 3
+        assert all(topk / 16 < x < 0.99 for x in sparse["recall"])
         assert all(x < 1 for x in sparse["overlap_steps"][1:])
         row = training.metrics()[step]
         for name in METRICS:
@@ -173,7 +173,7 @@ def test_a_measured_schedule_follows_what_is_measured(training, measured):
     assert [float(rows[step]["sparsity/topk"]) for step in range(1, 8)] == [8, 8, 5, 5, 2, 2, 2]
     state = measured.last().state["sparsity_state"]
     assert state["drop_steps"] == [2, 4, 6]
-    assert [missed for _, missed in state["measured"]] == pytest.approx(
+    assert [missed_share for _, missed_share in state["measured"]] == pytest.approx(
         [1 - float(rows[step]["diag/recall"]) for step in (2, 4, 6)], abs=1e-6
     )
     # the weights are sampled at the top-k they had
@@ -190,8 +190,8 @@ def test_layers_with_all_tiles_do_not_hide_what_the_others_miss(training):
     dense, sparse = (float(row[f"diag/recall_layer_{layer}"]) for layer in (0, 1))
     assert dense == pytest.approx(1, abs=1e-5)
     assert sparse < 0.99
-    missed = dict(training.last().state["sparsity_state"]["measured"])[4]
-    assert missed == pytest.approx(1 - sparse, abs=1e-6)
+    missed_share = dict(training.last().state["sparsity_state"]["measured"])[4]
+    assert missed_share == pytest.approx(1 - sparse, abs=1e-6)
 
 
 def test_a_measured_schedule_resumes_bit_for_bit(training, measured):
@@ -248,14 +248,14 @@ def test_the_order_of_callbacks_in_the_settings_means_nothing(training):
 
 def test_the_sparsity_of_every_layer_is_logged(training):
     training(*LAYERS)
-    for step, kept in ((1, 8), (2, 6), (4, 2)):
+    for step, topk in ((1, 8), (2, 6), (4, 2)):
         row = training.metrics()[step]
-        assert float(row["sparsity/topk"]) == (8 + kept) / 2
-        assert float(row["sparsity/density"]) == (8 + kept) / 16
-        assert float(row["sparsity/effective"]) == 1 - (8 + kept) / 16
-        assert float(row["sparsity/tile_pairs"]) == 8 * (8 + kept) / 2
-        if kept < 8:
-            assert [float(row[f"sparsity/topk_layer_{i}"]) for i in (0, 1)] == [8, kept]
+        assert float(row["sparsity/topk"]) == (8 + topk) / 2
+        assert float(row["sparsity/density"]) == (8 + topk) / 16
+        assert float(row["sparsity/effective"]) == 1 - (8 + topk) / 16
+        assert float(row["sparsity/tile_pairs"]) == 8 * (8 + topk) / 2
+        if topk < 8:
+            assert [float(row[f"sparsity/topk_layer_{i}"]) for i in (0, 1)] == [8, topk]
     # layers that do not differ have no column each
     training("run=same", *STAIRS)
     assert not any("topk_layer" in name for name in training.metrics("same")[4])
@@ -274,10 +274,10 @@ def test_validation_at_all_tiles_and_at_the_target(training):
     # the losses by sample of the last validation, of each point
     by_sample = read_validation(training.folder())
     assert {row["step"] for row in by_sample} == {"4"}
-    for at, name, logged in zip(("current", "dense", "target"), names, at_4, strict=True):
+    for at, name, val_loss in zip(("current", "dense", "target"), names, at_4, strict=True):
         own = [(float(row["noise_level"]), float(row["loss"])) for row in by_sample if row["at"] == at]
         assert len(own) == len(set(own)) == 4
-        assert sum(loss for _, loss in own) / len(own) == pytest.approx(logged, rel=1e-6)
+        assert sum(loss for _, loss in own) / len(own) == pytest.approx(val_loss, rel=1e-6)
         for decile in range(10):
             losses = [loss for level, loss in own if decile <= 10 * level < decile + 1]
             column = rows[4].get(f"{name}_decile_{decile}") or None
@@ -293,14 +293,14 @@ def test_validation_at_all_tiles_and_at_the_target(training):
 def test_validation_at_half_and_double_the_topk(training):
     every = ("trainer.val_check_interval=2", "++task.validate_at=[current,half,double]")
     training("++sparsity.topk=2", "++sparsity.sparsity=null", "trainer.max_steps=2", *every)
-    logged = {name: float(value) for name, value in training.metrics()[2].items() if name.startswith("val/loss")}
+    logged_losses = {name: float(value) for name, value in training.metrics()[2].items() if name.startswith("val/loss")}
     run = load_run(training.folder(), device="cpu")
-    found = {}
+    losses = {}
     for name, topk in (("val/loss", 2), ("val/loss_half", 1), ("val/loss_double", 4)):
         fixed = replace(run, sparsity=ConstantSparsity(topk=topk))
-        found[name] = validation_loss(fixed, training.last().state, batch_size=16)["val/loss"]
-        assert found[name] == pytest.approx(logged[name], rel=1e-6)
-    assert len({round(loss, 5) for loss in found.values()}) == 3, found
+        losses[name] = validation_loss(fixed, training.last().state, batch_size=16)["val/loss"]
+        assert losses[name] == pytest.approx(logged_losses[name], rel=1e-6)
+    assert len({round(loss, 5) for loss in losses.values()}) == 3, losses
 
 
 def test_one_topk_of_a_step_wherever_it_is_looked_at(training):
@@ -317,20 +317,20 @@ def test_one_topk_of_a_step_wherever_it_is_looked_at(training):
     )
     training(*LOOK, *STAIRS, *every)
     folder, rows = training.folder(), training.metrics()
-    for step, kept in ((1, 8), (2, 6), (3, 4)):
+    for step, topk in ((1, 8), (2, 6), (3, 4)):
         name = f"step-{step:08d}"
-        assert float(rows[step]["sparsity/topk"]) == kept
-        assert read_table(folder, step)["topk"] == kept
-        assert json.loads((folder / "samples" / name / "samples.json").read_text())["topk"] == kept
+        assert float(rows[step]["sparsity/topk"]) == topk
+        assert read_table(folder, step)["topk"] == topk
+        assert json.loads((folder / "samples" / name / "samples.json").read_text())["topk"] == topk
         run = load_run(folder / "checkpoints" / name, device="cpu")
-        assert run.settings().topk == kept
+        assert run.settings().topk == topk
         state = read_checkpoint(folder / "checkpoints" / name).state
-        found = validation_loss(run, state, batch_size=16)["val/loss"]
-        logged = float(rows[step]["val/loss"])
-        assert found == pytest.approx(logged, rel=1e-6)
+        loss = validation_loss(run, state, batch_size=16)["val/loss"]
+        logged_loss = float(rows[step]["val/loss"])
+        assert loss == pytest.approx(logged_loss, rel=1e-6)
         # control: at the top-k of the step to come
         other = validation_loss(replace(run, step=step + 1), state, batch_size=16)["val/loss"]
-        assert other != pytest.approx(logged, rel=1e-6)
+        assert other != pytest.approx(logged_loss, rel=1e-6)
 
 
 def test_clips_at_all_tiles_beside_those_of_the_step(training):
@@ -353,14 +353,14 @@ def test_clips_at_all_tiles_beside_those_of_the_step(training):
 
 
 def test_a_flop_budget_follows_the_schedule(training):
-    stretched = (
+    schedule = (
         *("sparsity=linear", "sparsity.topk=1", "~sparsity.sparsity", "sparsity.dense_steps=0"),
         "sparsity.total_steps=${trainer.max_steps}",
     )
-    trainer = training("run=known", *stretched, "trainer.max_steps=12")
+    trainer = training("run=known", *schedule, "trainer.max_steps=12")
     budget = training.last("known").state["flops_total"]
     for share, steps in ((1.03, 12), (1.06, 13)):
-        trainer = training(*stretched, f"flop_budget={budget * share}", "overwrite=true")
+        trainer = training(*schedule, f"flop_budget={budget * share}", "overwrite=true")
         assert trainer.global_step == steps
     # control: all steps at the cost of the first would be fewer
     first = float(training.metrics("known")[1]["throughput/flops_total"])
@@ -371,11 +371,11 @@ def test_heatmaps_show_their_tables(tmp_path: Path):
     tables = {"rising": torch.linspace(0, 1, 12).view(4, 3), "gap": torch.full((4, 3), 0.5)}
     tables["gap"][:, 0] = torch.nan
     path = layer_heatmaps(tables, tmp_path / "map.png", layers=range(4), timesteps=(0.1, 0.5, 0.9), title="title")
-    filled = np.asarray(Image.open(path).convert("RGB")).astype(int)
+    pixels = np.asarray(Image.open(path).convert("RGB")).astype(int)
     tables["gap"][:, 0] = 0.5
     other = np.asarray(Image.open(layer_heatmaps(tables, path, layers=range(4), timesteps=(0.1, 0.5, 0.9))))
     # what is not measured is grey, and only there
-    grey = (filled == 211).all(-1)
+    grey = (pixels == 211).all(-1)
     assert grey.sum() > 1000
     assert (other[..., :3] == 211).all(-1).sum() < 100
     with pytest.raises(ValueError, match=r"rising must be \[3, 3\], got \[4, 3\]"):

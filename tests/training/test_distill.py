@@ -56,7 +56,7 @@ def plain_loop(kept: Keep, iterations: int, every: int, topk: int) -> dict[str, 
     for iteration, batch in enumerate(kept.batches[:iterations]):
         latents = (batch.latents - kept.mean.view(1, -1, 1, 1, 1)) / kept.std.view(1, -1, 1, 1, 1)
 
-        def generated(update, i, grad, iteration=iteration, batch=batch, latents=latents):
+        def generate(update, i, grad, iteration=iteration, batch=batch, latents=latents):
             one = slice(i, i + 1)
             seeds = stream_seeds(batch.seeds[one], f"{update} rollout")
             index = rollout_index(seed=0, iteration=iteration, num_steps=3, update=update)
@@ -77,7 +77,7 @@ def plain_loop(kept: Keep, iterations: int, every: int, topk: int) -> dict[str, 
         if iteration % every == 0:
             for i in range(len(batch.seeds)):
                 text, mask = batch.text[i : i + 1], batch.text_mask[i : i + 1]
-                x0, x_t, sigma, _ = generated("generator", i, True)
+                x0, x_t, sigma, _ = generate("generator", i, True)
                 with torch.no_grad():
                     fake = x_t - sigma * says(nets["fake_score"], x_t, sigma, text, mask)
                     cond = says(nets["real_score"], x_t, sigma, text, mask)
@@ -88,7 +88,7 @@ def plain_loop(kept: Keep, iterations: int, every: int, topk: int) -> dict[str, 
             step(adam["generator"], nets["generator"], 0.01 * min(1, (updates + 1) / 3))
             updates += 1
         for i in range(len(batch.seeds)):
-            x0, x_t, sigma, noise = generated("fake_score", i, False)
+            x0, x_t, sigma, noise = generate("fake_score", i, False)
             velocity = says(nets["fake_score"], x_t, sigma, batch.text[i : i + 1], batch.text_mask[i : i + 1])
             ((velocity - (noise - x0.detach())).square().mean() / len(batch.seeds)).backward()
         step(adam["fake_score"], nets["fake_score"], 0.01)
@@ -113,20 +113,20 @@ def step(optimizer: torch.optim.Optimizer, net: nn.Module, lr: float) -> None:
 @pytest.fixture(scope="module")
 def kept_run(teacher_dir, tmp_path_factory) -> tuple[Keep, TinyTraining]:
     """A run of five iterations, its batches and the networks as they started."""
-    kept, training = Keep(), TinyTraining(tmp_path_factory.mktemp("kept"), pytest.MonkeyPatch())
+    record, training = Keep(), TinyTraining(tmp_path_factory.mktemp("kept"), pytest.MonkeyPatch())
     long = ("task.generator_every=2", "trainer.max_steps=5", "trainer.val_check_interval=2")
-    training(*DISTILL, f"init_from={teacher_dir}", *long, callbacks=(kept,))
-    return kept, training
+    training(*DISTILL, f"init_from={teacher_dir}", *long, callbacks=(record,))
+    return record, training
 
 
 def test_iterations_are_those_of_a_plain_loop(kept_run):
-    kept, training = copy.copy(kept_run[0]), kept_run[1]
-    kept.start = copy.deepcopy(kept.start)
-    before = {role: {n: p.clone() for n, p in net.named_parameters()} for role, net in kept.start.items()}
-    found = training.last()
-    nets = plain_loop(kept, 5, every=2, topk=4)
+    record, training = copy.copy(kept_run[0]), kept_run[1]
+    record.start = copy.deepcopy(record.start)
+    before = {role: {n: p.clone() for n, p in net.named_parameters()} for role, net in record.start.items()}
+    checkpoint = training.last()
+    nets = plain_loop(record, 5, every=2, topk=4)
     for role, group in (("generator", "model"), ("fake_score", "fake_score")):
-        ours, plain = found.tensors(group), dict(nets[role].named_parameters())
+        ours, plain = checkpoint.tensors(group), dict(nets[role].named_parameters())
         assert largest_difference(ours, plain) < 2e-6, role
         # control: it went somewhere, and further than the bound
         assert largest_difference(ours, before[role]) > 1e-4, role
@@ -197,37 +197,37 @@ def test_accumulated_micro_batches_are_one_batch(distill, training):
 
 
 def test_only_its_own_network_gets_gradients_in_an_update(distill):
-    seen = {}
+    roles = {}
 
     def watch(trainer, module):
-        def guarded(name, guard):
+        def spy_on(name, guard):
             def check(optimizer, iteration):
                 nets = {
                     "generator": module.model,
                     "fake_score": module.fake_score.network,
                     "real": module.teacher.network,
                 }
-                seen[name] = {role for role, net in nets.items() if any(p.grad is not None for p in net.parameters())}
+                roles[name] = {role for role, net in nets.items() if any(p.grad is not None for p in net.parameters())}
                 return guard(optimizer, iteration)
 
             names = ("skipped", "skipped_total", "unread", "state_dict", "step")
             check.__dict__ = {name: getattr(guard, name) for name in names}
             return check
 
-        module.clipper = guarded("generator", module.clipper)
-        module.fake_score.clipper = guarded("fake_score", module.fake_score.clipper)
+        module.clipper = spy_on("generator", module.clipper)
+        module.fake_score.clipper = spy_on("fake_score", module.fake_score.clipper)
 
     distill("trainer.max_steps=1", callbacks=(At(0, before=watch),))
-    assert seen == {"generator": {"generator"}, "fake_score": {"fake_score"}}
+    assert roles == {"generator": {"generator"}, "fake_score": {"fake_score"}}
 
 
 def test_updates_schedules_and_averages_count_their_own_network(distill, training):
-    kept = Keep()
+    record = Keep()
     trainer = distill(
         *("task.generator_every=4", "task.fake_score_warmup=3", "run=counted", "callbacks.checkpoint.every_n_steps=1"),
         *("callbacks.checkpoint.keep=12", "task.fake_score_optim.schedule.warmup_steps=6", "sparsity=linear"),
         *("sparsity.topk=2", "sparsity.dense_steps=2", "sparsity.total_steps=9", "~sparsity.sparsity"),
-        callbacks=(kept,),
+        callbacks=(record,),
     )
     assert trainer.global_step == 12
     rows = training.metrics("counted")
@@ -235,14 +235,14 @@ def test_updates_schedules_and_averages_count_their_own_network(distill, trainin
     assert [int(rows[s]["updates/generator"]) for s in sorted(rows)] == [0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3]
     assert [int(rows[s]["updates/fake_score"]) for s in sorted(rows)] == list(range(1, 13))
     assert [bool(rows[s]["dmd/gap"]) for s in sorted(rows)] == [s in (4, 8, 12) for s in range(1, 13)]
-    generator, critic = zip(*kept.lrs, strict=True)
+    generator, critic = zip(*record.lrs, strict=True)
     # three warm-up updates of its own
     assert generator == pytest.approx([0.01 * n / 3 for n in (1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3)])
     assert critic == pytest.approx([0.01 * min(1, n / 6) for n in range(1, 13)])
     # sparsity counts iterations
     assert [int(float(rows[s]["sparsity/topk"])) for s in sorted(rows)][:2] == [8, 8]
     assert int(float(rows[12]["sparsity/topk"])) == 2
-    states = [everything(found) for found in checkpoints(training.folder("counted"))]
+    states = [everything(checkpoint) for checkpoint in checkpoints(training.folder("counted"))]
     always, turn = {"fake_score", "fake_score_optimizer"}, {"model", "optimizer", "ema"}
     # the generator has no moments before its first update, in step 4
     assert {len(state) for state in states[:3]} < {len(state) for state in states}
@@ -252,10 +252,10 @@ def test_updates_schedules_and_averages_count_their_own_network(distill, trainin
 
 
 def test_flops_of_an_iteration_are_those_of_its_passes(distill, training, teacher_dir):
-    found = {}
+    flops_by_step = {}
 
     def count(trainer, module):
-        (batch,) = kept.batches[-1:]
+        (batch,) = record.batches[-1:]
         shape, text = tuple(batch.latents.shape[1:]), batch.text.shape[1]
 
         def flops(net, training):
@@ -268,12 +268,12 @@ def test_flops_of_an_iteration_are_those_of_its_passes(distill, training, teache
         if trainer.global_step == 1:
             # the generator's rollout, the critic, the teacher twice
             total += own * flops(generator, False) + flops(generator, True) + 3 * flops(dense, False)
-        found[trainer.global_step] = (module.step_flops(batch, trainer.global_step - 1).executed, total)
+        flops_by_step[trainer.global_step] = (module.step_flops(batch, trainer.global_step - 1).executed, total)
 
-    kept = Keep()
-    distill("trainer.max_steps=3", callbacks=(kept, *(At(i, after=count) for i in range(3))))
-    assert len(found) == 3
-    for ours, plain in found.values():
+    record = Keep()
+    distill("trainer.max_steps=3", callbacks=(record, *(At(i, after=count) for i in range(3))))
+    assert len(flops_by_step) == 3
+    for ours, plain in flops_by_step.values():
         assert ours == pytest.approx(plain)
 
 
@@ -292,11 +292,11 @@ def test_a_profile_counts_the_updates_of_each_network(distill, training, monkeyp
 
 
 def test_critic_and_teacher_start_from_the_teacher_and_gates_at_identity(kept_run, teacher_dir):
-    kept, _ = kept_run
+    record, _ = kept_run
     ema = read_checkpoint(teacher_dir / "checkpoints" / "step-00000004").tensors("ema")
     for role in ("fake_score", "real_score"):
-        assert largest_difference(dict(kept.start[role].named_parameters()), ema) == 0
-    generator = dict(kept.start["generator"].named_parameters())
+        assert largest_difference(dict(record.start[role].named_parameters()), ema) == 0
+    generator = dict(record.start["generator"].named_parameters())
     gates = {name for name in generator if "to_gate" in name}
     assert gates
     assert all(not generator[name].any() for name in gates)
@@ -308,15 +308,15 @@ def test_a_sparse_checkpoint_keeps_its_gates(distill, training, teacher_dir):
         *("task=finetune", "start=dense", f"init_from={teacher_dir}"),
         *("run=sparse", "trainer.max_steps=3"),
     )
-    kept = Keep()
+    record = Keep()
     training(
         *(*DISTILL, f"init_from={training.folder('sparse')}", f"task.teacher={teacher_dir}", "task.gates=required"),
         *("trainer.max_steps=1", "run=gated"),
-        callbacks=(kept,),
+        callbacks=(record,),
     )
     ema = training.last("sparse").tensors("ema")
     assert any(value.any() for name, value in ema.items() if "to_gate" in name)
-    assert largest_difference(dict(kept.start["generator"].named_parameters()), ema) == 0
+    assert largest_difference(dict(record.start["generator"].named_parameters()), ema) == 0
 
 
 # what comes out
@@ -340,17 +340,17 @@ def test_a_distilled_run_is_sampled_at_its_list(distill, training):
 
 
 def test_validation_has_the_topk_of_the_last_iteration(distill, monkeypatch):
-    update, seen = DistributionMatching.generator_update, []
+    update, topks = DistributionMatching.generator_update, []
 
     def spy(self, *args, seed, topk, **kwargs):
         if seed >= VALIDATION_SEED:
-            seen.append(topk)
+            topks.append(topk)
         return update(self, *args, seed=seed, topk=topk, **kwargs)
 
     monkeypatch.setattr(DistributionMatching, "generator_update", spy)
     stairs = ("sparsity=staircase", "sparsity.topk=2", "sparsity.dense_steps=1", "sparsity.interval=1")
     distill(*stairs, "~sparsity.sparsity", "sparsity.tiles=2", "trainer.max_steps=3", "trainer.val_check_interval=1")
-    assert sorted(set(seen), reverse=True) == [8, 6, 4]
+    assert sorted(set(topks), reverse=True) == [8, 6, 4]
 
 
 def test_curves_are_drawn(kept_run, tmp_path):
@@ -365,5 +365,5 @@ def test_objective_names_what_it_needs():
     assert not DistributionMatching(shift=shift, guidance=1).guided
     assert not DistributionMatching(shift=shift, guidance=0, cfg_form="additive").guided
     assert DistributionMatching(shift=shift, guidance=3.5, cfg_form="additive").guided
-    warped = DistributionMatching(shift=shift, timesteps=(1000, 500), timesteps_shift=8)
-    assert warped.step_list == pytest.approx((1000, 8000 / 9))
+    objective = DistributionMatching(shift=shift, timesteps=(1000, 500), timesteps_shift=8)
+    assert objective.step_list == pytest.approx((1000, 8000 / 9))

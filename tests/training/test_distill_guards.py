@@ -38,7 +38,7 @@ def test_a_non_finite_gradient_skips_the_update_of_its_network(distill, training
 
     common = ("task.generator_every=1", "callbacks.checkpoint.every_n_steps=1", "callbacks.checkpoint.keep=9")
     distill(*common, "trainer.max_steps=4", "run=poisoned", callbacks=(At(0, before=poison),))
-    states = [everything(found) for found in checkpoints(training.folder("poisoned"))]
+    states = [everything(checkpoint) for checkpoint in checkpoints(training.folder("poisoned"))]
     optimizers = {"model": {"model", "optimizer", "ema"}, "fake_score": {"fake_score", "fake_score_optimizer"}}
     assert different(states[1], states[2]) == optimizers[other]
     assert different(states[2], states[3]) == optimizers["model"] | optimizers["fake_score"]
@@ -70,8 +70,8 @@ def test_a_collapsed_generator_stops_the_run_and_the_count_is_resumed(distill, t
     message = "the generator has collapsed: .*3 batches in a row had latents of standard deviation"
     with pytest.raises(FloatingPointError, match=message):
         distill(*common, callbacks=(At(1, before=blank),))
-    stopped = training.last("collapsed")
-    assert stopped.state["collapse"] == {"collapsed_in_row": 2}
+    checkpoint = training.last("collapsed")
+    assert checkpoint.state["collapse"] == {"collapsed_in_row": 2}
     # the next last-step rollout is the third also in a resumed run
     with pytest.raises(FloatingPointError, match=message):
         distill(*common, "ckpt_path=last")
@@ -152,13 +152,13 @@ def test_roles_that_share_a_parameter_are_refused():
 
 
 def test_a_shared_network_is_refused_at_the_start(distill, monkeypatch):
-    made = []
+    models = []
 
     def keep(*arguments, **keywords):
-        made.append(build_model(*arguments, **keywords))
-        return made[-1]
+        models.append(build_model(*arguments, **keywords))
+        return models[-1]
 
     monkeypatch.setattr("vsa.training.modules.base.build_model", keep)
-    monkeypatch.setattr("vsa.training.modules.critic.build_model", lambda *arguments, **keywords: made[0])
+    monkeypatch.setattr("vsa.training.modules.critic.build_model", lambda *arguments, **keywords: models[0])
     with pytest.raises(ValueError, match="generator and fake_score share a parameter"):
         distill()

@@ -24,13 +24,13 @@ def test_spread_is_that_of_all_latents_together():
     assert meter.spread(Alone()) is None
     for part in parts:
         meter.add(part)
-    found, whole = meter.spread(Alone()), torch.cat(parts).double()
+    spread, whole = meter.spread(Alone()), torch.cat(parts).double()
     channels = whole.transpose(0, 1).flatten(1)
-    assert found is not None
-    assert found.std == pytest.approx(float(channels.var(1, correction=0).mean().sqrt()))
-    assert found.mean == pytest.approx(float(channels.mean(1).square().mean().sqrt()))
-    assert found.saturation == pytest.approx(float((whole.abs() > 5).double().mean()))
-    assert found.saturation > 0
+    assert spread is not None
+    assert spread.std == pytest.approx(float(channels.var(1, correction=0).mean().sqrt()))
+    assert spread.mean == pytest.approx(float(channels.mean(1).square().mean().sqrt()))
+    assert spread.saturation == pytest.approx(float((whole.abs() > 5).double().mean()))
+    assert spread.saturation > 0
 
 
 def test_rule_counts_in_a_row_only():

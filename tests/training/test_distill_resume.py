@@ -54,13 +54,13 @@ def straight(teacher_dir, tmp_path_factory) -> TinyTraining:
 def test_a_run_killed_at_any_phase_resumes_bit_for_bit(distill, training, straight, phase):
     iteration = 3 + phase
 
-    def killed() -> None:
+    def victim() -> None:
         def kill(trainer, module):
             os.kill(os.getpid(), signal.SIGKILL)
 
         distill(*CYCLE, callbacks=(At(iteration, before=kill),))
 
-    child = multiprocessing.get_context("fork").Process(target=killed)
+    child = multiprocessing.get_context("fork").Process(target=victim)
     child.start()
     child.join(120)
     assert child.exitcode == -signal.SIGKILL
@@ -70,11 +70,13 @@ def test_a_run_killed_at_any_phase_resumes_bit_for_bit(distill, training, straig
     end = everything(straight.last())
     assert different(everything(training.last()), end) == set()
     assert different(half, end) == {"model", "ema", "optimizer", "fake_score", "fake_score_optimizer"}
-    rows, resumed = straight.metrics(), training.metrics()
-    assert set(rows) == set(resumed)
-    timed = ("throughput/step_seconds", "throughput/tokens_per_second", "throughput/tflops")
+    rows, resumed_rows = straight.metrics(), training.metrics()
+    assert set(rows) == set(resumed_rows)
+    timings = ("throughput/step_seconds", "throughput/tokens_per_second", "throughput/tflops")
     for step, row in rows.items():
-        ours, theirs = ({k: v for k, v in r.items() if v and not k.startswith(timed)} for r in (row, resumed[step]))
+        ours, theirs = (
+            {k: v for k, v in r.items() if v and not k.startswith(timings)} for r in (row, resumed_rows[step])
+        )
         assert ours == theirs, step
     states = [
         {k: v for k, v in runs.last().state.items() if k not in ("config", "files")} for runs in (straight, training)
@@ -135,8 +137,8 @@ def test_a_folder_as_teacher_is_pinned_by_what_it_was(distill, training, tmp_pat
     training(*DENSE, plain, "run=plain", "trainer.max_steps=1")
     run_command(convert, training.folder("plain"), folder, "--to", "diffusers")
     own = (plain, "task.latent_scale=shared", f"task.teacher={folder}", f"init_from={folder}", "task.generator_every=1")
-    gone = At(1, before=lambda trainer, module: folder.rename(tmp_path / "away"))
-    distill(*own, "trainer.max_steps=2", "run=moved", "callbacks.checkpoint.every_n_steps=1", callbacks=(gone,))
+    removal = At(1, before=lambda trainer, module: folder.rename(tmp_path / "away"))
+    distill(*own, "trainer.max_steps=2", "run=moved", "callbacks.checkpoint.every_n_steps=1", callbacks=(removal,))
     shutil.copytree(tmp_path / "away", folder)
     distill(*own, "trainer.max_steps=3", "run=moved", "ckpt_path=last")
     digest = training.last("moved").state["teacher"]["digest"]

@@ -28,11 +28,11 @@ def test_gan_term_trains_classifier_and_generator_and_resumes(distill, training)
     short = ("task.generator_every=1", "trainer.max_steps=2", "callbacks.checkpoint.every_n_steps=1")
     distill(*short, "run=without")
     distill(*short, GAN, "run=with", "trainer.accumulate_grad_batches=2")
-    found = training.last("with")
+    checkpoint = training.last("with")
     start = torch.manual_seed(0) and Gan(layers=(0, 1)).build(12, 2, seed=0, mesh=None)
-    assert largest_difference(found.tensors("discriminator"), dict(start.named_parameters())) > 1e-3
+    assert largest_difference(checkpoint.tensors("discriminator"), dict(start.named_parameters())) > 1e-3
     for group in ("model", "fake_score"):
-        assert largest_difference(found.tensors(group), training.last("without").tensors(group)) > 1e-5
+        assert largest_difference(checkpoint.tensors(group), training.last("without").tensors(group)) > 1e-5
     row = training.metrics("with")[2]
     assert all(row[name] for name in ("generator/loss_gan", "fake_score/loss_gan", "fake_score/loss"))
     # logits near zero: softplus(0), once and twice
@@ -40,7 +40,7 @@ def test_gan_term_trains_classifier_and_generator_and_resumes(distill, training)
     assert float(row["fake_score/loss_gan"]) == pytest.approx(2 * math.log(2), rel=0.5)
     half = training.folder("with") / "checkpoints" / "step-00000001"
     distill(*short, GAN, "run=resumed", "trainer.accumulate_grad_batches=2", f"ckpt_path={half}")
-    assert different(everything(training.last("resumed")), everything(found)) == set()
+    assert different(everything(training.last("resumed")), everything(checkpoint)) == set()
     for run, overrides in (("with", ()), ("without", (GAN,))):
         with pytest.raises(ValueError, match=rf"was trained {run} objective\.gan"):
             distill(*short, "trainer.max_steps=3", f"run={run}", "ckpt_path=last", "resume.allow=[task]", *overrides)
@@ -54,7 +54,7 @@ def test_the_critic_steps_on_its_own_update_alone(distill):
         class Watched(GradientClipper):
             def __call__(self, optimizer, iteration):
                 (batch,) = module._batches
-                scored = module.objective.fake_score_update(
+                terms = module.objective.fake_score_update(
                     module.networks,
                     batch,
                     module.statistics.normalise(batch.latents),
@@ -63,8 +63,8 @@ def test_the_critic_steps_on_its_own_update_alone(distill):
                     topk=4,
                 )
                 parameters = [p for group in optimizer.param_groups for p in group["params"]]
-                wanted = torch.autograd.grad(scored.loss.mean(), parameters)
-                errors.append(max(float((p.grad - g).abs().max()) for p, g in zip(parameters, wanted, strict=True)))
+                expected = torch.autograd.grad(terms.loss.mean(), parameters)
+                errors.append(max(float((p.grad - g).abs().max()) for p, g in zip(parameters, expected, strict=True)))
                 return super().__call__(optimizer, iteration)
 
         module.fake_score.clipper.__class__ = Watched
@@ -76,15 +76,15 @@ def test_the_critic_steps_on_its_own_update_alone(distill):
 
 def test_gan_gradient_of_the_generator_is_that_of_its_own_data(distill):
     """By finite differences of the classifier's loss along the gradient that reaches the generator."""
-    found = {}
+    result = {}
 
     def look(trainer, module):
-        batch = kept.batches[-1]
+        batch = record.batches[-1]
         objective = replace(module.objective, gan=replace(module.objective.gan, generator_weight=1.0))
         networks = module.networks
 
         def loss():
-            scored = objective.generator_update(
+            terms = objective.generator_update(
                 networks,
                 batch,
                 module.statistics.normalise(batch.latents),
@@ -94,7 +94,7 @@ def test_gan_gradient_of_the_generator_is_that_of_its_own_data(distill):
                 topk=4,
                 index=0,
             )
-            return scored.parts["gan"].double().sum()
+            return terms.parts["gan"].double().sum()
 
         weight = module.model.proj_out.weight
         with torch.no_grad():
@@ -108,12 +108,12 @@ def test_gan_gradient_of_the_generator_is_that_of_its_own_data(distill):
                 weight.add_(sign * 1e-2 * direction)
                 values.append(loss())
                 weight.sub_(sign * 1e-2 * direction)
-        found["slope"], found["norm"] = float(values[0] - values[1]) / 2e-2, float(gradient.norm())
+        result["slope"], result["norm"] = float(values[0] - values[1]) / 2e-2, float(gradient.norm())
 
-    kept = Keep()
-    distill(GAN, "trainer.max_steps=1", callbacks=(kept, At(0, after=look)))
-    assert found["norm"] > 1e-4
-    assert found["slope"] == pytest.approx(found["norm"], rel=0.02)
+    record = Keep()
+    distill(GAN, "trainer.max_steps=1", callbacks=(record, At(0, after=look)))
+    assert result["norm"] > 1e-4
+    assert result["slope"] == pytest.approx(result["norm"], rel=0.02)
 
 
 @pytest.mark.parametrize(
@@ -134,17 +134,17 @@ def test_layers_that_are_not_there_are_refused(distill, layers, message):
 
 def test_a_critic_is_told_the_step_by_a_bias_of_its_time_embedding(distill):
     def look(trainer, module):
-        networks, batch = module.networks, kept.batches[-1]
+        networks, batch = module.networks, record.batches[-1]
         latents = module.statistics.normalise(batch.latents)
         bias, rows = networks.fake_score.condition_embedder.time_embedder.linear_2.bias, networks.fake_steps.weight
 
-        def losses(told: bool, index: int, iteration: int) -> list[float]:
+        def losses(step_aware: bool, index: int, iteration: int) -> list[float]:
             """Of both updates, with the row of a step: what each pass of the critic goes into."""
-            objective = replace(module.objective, step_aware=told)
-            asked = networks if told else replace(networks, fake_steps=None)
+            objective = replace(module.objective, step_aware=step_aware)
+            nets = networks if step_aware else replace(networks, fake_steps=None)
             common = {"seed": 0, "iteration": iteration, "topk": 4}
-            ours = objective.generator_update(asked, batch, latents, module._negative, **common, index=index)
-            critic = objective.fake_score_update(asked, batch, latents, **common)
+            ours = objective.generator_update(nets, batch, latents, module._negative, **common, index=index)
+            critic = objective.fake_score_update(nets, batch, latents, **common)
             assert critic.index == index
             values = (ours.raw_norm, ours.parts["gan"], critic.parts["flow"], critic.parts["gan"])
             return [float(value.sum()) for value in values]
@@ -161,18 +161,18 @@ def test_a_critic_is_told_the_step_by_a_bias_of_its_time_embedding(distill):
             plain = [losses(False, index, i) for index, i in enumerate(iterations)]
             assert [losses(True, index, i) for index, i in enumerate(iterations)] == plain
             rows[1] = torch.linspace(-1, 1, rows.shape[1])
-            told = [losses(True, index, i) for index, i in enumerate(iterations)]
+            by_row = [losses(True, index, i) for index, i in enumerate(iterations)]
             bias += rows[1]
             by_bias = losses(False, 1, iterations[1])
             bias -= rows[1]
-        assert told[0] == plain[0]
-        assert told[2] == plain[2]
-        assert told[1] == pytest.approx(by_bias, rel=1e-5)
+        assert by_row[0] == plain[0]
+        assert by_row[2] == plain[2]
+        assert by_row[1] == pytest.approx(by_bias, rel=1e-5)
         # control: in each of the passes
-        assert all(abs(a / b - 1) > 1e-4 for a, b in zip(told[1], plain[1], strict=True))
+        assert all(abs(a / b - 1) > 1e-4 for a, b in zip(by_row[1], plain[1], strict=True))
 
-    kept = Keep()
-    distill(TOLD, GAN, "trainer.max_steps=1", callbacks=(kept, At(0, after=look)))
+    record = Keep()
+    distill(TOLD, GAN, "trainer.max_steps=1", callbacks=(record, At(0, after=look)))
 
 
 @pytest.mark.parametrize(
@@ -194,14 +194,14 @@ def test_a_told_critic_learns_the_steps_apart_and_resumes(distill, training):
     short = ("trainer.max_steps=2", "callbacks.checkpoint.every_n_steps=1")
     distill(*short, TOLD, "run=told")
     distill(*short, "run=mixture")
-    found = training.last("told")
-    rows = found.tensors("fake_steps")["weight"]
-    seen = {rollout_index(seed=0, iteration=i, num_steps=3, update="fake_score") for i in range(2)}
+    checkpoint = training.last("told")
+    rows = checkpoint.tensors("fake_steps")["weight"]
+    indices = {rollout_index(seed=0, iteration=i, num_steps=3, update="fake_score") for i in range(2)}
     # a row whose step was not drawn would not show that they are told apart
-    assert {index for index in range(3) if rows[index].any()} == seen < {0, 1, 2}
+    assert {index for index in range(3) if rows[index].any()} == indices < {0, 1, 2}
     half = training.folder("told") / "checkpoints" / "step-00000001"
     distill(*short, TOLD, "run=resumed", f"ckpt_path={half}")
-    assert different(everything(training.last("resumed")), everything(found)) == set()
+    assert different(everything(training.last("resumed")), everything(checkpoint)) == set()
     for run, overrides, word in (("told", (), "with"), ("mixture", (TOLD,), "without")):
         with pytest.raises(ValueError, match=rf"was trained {word} objective\.step_aware"):
             distill(*short, "trainer.max_steps=3", f"run={run}", "ckpt_path=last", "resume.allow=[task]", *overrides)

@@ -180,8 +180,8 @@ def test_finetuning_on_two_ranks_is_one(training, start, extra):
         training(*common, *fsdp, "run=straight")
         half = training.folder("straight") / "checkpoints" / "step-00000002"
         # the checkpoint has no teacher: it comes from where the run began, which the checkpoint knows
-        resumed = [o for o in common if not o.startswith("init_from=")]
-        training(*resumed, *fsdp, "run=resumed", f"ckpt_path={half}")
+        settings = [o for o in common if not o.startswith("init_from=")]
+        training(*settings, *fsdp, "run=resumed", f"ckpt_path={half}")
 
     run_ranks(2, on_rank)
     one, straight = training.tensors("one"), training.tensors("straight")
@@ -213,15 +213,15 @@ def test_accumulated_gradients_are_reduced_once_a_step(training):
     training(*few, "run=one")
 
     def on_rank(rank: int) -> list[list[bool]]:
-        seen = []
+        reductions = []
         for each in (False, True):
             callback = Reductions()
             sharding = ("trainer=fsdp", "trainer.accelerator=cpu", f"trainer.strategy.reduce_each={str(each).lower()}")
             # blocks that are run again in the backward pass gather their weights again
             again = f"task.parallel.activation_checkpointing={'full' if each else 'attention_mlp'}"
             training(*few, *sharding, again, f"run=each_{each}", callbacks=(callback,))
-            seen.append(callback.seen)
-        return seen
+            reductions.append(callback.seen)
+        return reductions
 
     assert run_ranks(2, on_rank)[0] == [[False, True] * 2, [True, True] * 2]
     for run in ("each_False", "each_True"):
@@ -295,12 +295,12 @@ def test_ranks_share_the_reading_of_digests_and_take_the_newest_good_one(trainin
     newest.write_bytes(whole)
     digest, read = checkpointing.file_digest, []
 
-    def recorded(path):
+    def spy(path):
         read.append(path)
         return digest(path)
 
     def on_rank(rank: int) -> tuple[list[str], tuple[str, int, int], int]:
-        monkeypatch.setattr(checkpointing, "file_digest", recorded)
+        monkeypatch.setattr(checkpointing, "file_digest", spy)
         begin = Begin()
         # a step more than the damaged one has: with no step left every rank would read all to know whether that is so
         training(*more, "trainer=fsdp", "trainer.accelerator=cpu", "ckpt_path=last", callbacks=(begin,))
@@ -335,12 +335,12 @@ def command(launcher: str) -> list[str]:
 
 @pytest.mark.slow
 def test_torchrun_starts_what_it_says(training, tiny_overrides, tmp_path):
-    started = [*command("torchrun"), *tiny_overrides, f"output_dir={training.output}", "trainer.max_steps=2"]
-    started += ["trainer=fsdp"]
-    done = subprocess.run(started, capture_output=True, text=True, env=environment(), cwd=tmp_path, timeout=200)
-    assert done.returncode == 0, done.stderr
-    assert "Starting with 2 processes" in done.stderr
-    assert done.stderr.count("run folder: ") == 1
+    words = [*command("torchrun"), *tiny_overrides, f"output_dir={training.output}", "trainer.max_steps=2"]
+    words += ["trainer=fsdp"]
+    result = subprocess.run(words, capture_output=True, text=True, env=environment(), cwd=tmp_path, timeout=200)
+    assert result.returncode == 0, result.stderr
+    assert "Starting with 2 processes" in result.stderr
+    assert result.stderr.count("run folder: ") == 1
     assert sorted(training.losses()) == [1, 2]
     assert training.last().step == 2
 
@@ -366,12 +366,12 @@ def in_a_fork(arguments: list[str], folder: Path) -> tuple[int | None, str]:
 @pytest.mark.parametrize("launcher", ["lightning", pytest.param("torchrun", marks=pytest.mark.slow)])
 def test_an_error_of_all_ranks_is_reported_once(training, tiny_overrides, tmp_path, launcher):
     # found out when both ranks stand
-    started = [*command(launcher), *tiny_overrides, f"output_dir={training.output}", "trainer=ddp", "data.batch_size=3"]
+    words = [*command(launcher), *tiny_overrides, f"output_dir={training.output}", "trainer=ddp", "data.batch_size=3"]
     if launcher == "lightning":
-        status, err = in_a_fork(started[1:], tmp_path)
+        status, err = in_a_fork(words[1:], tmp_path)
     else:
-        done = subprocess.run(started, capture_output=True, text=True, env=environment(), cwd=tmp_path, timeout=200)
-        status, err = done.returncode, done.stderr
+        result = subprocess.run(words, capture_output=True, text=True, env=environment(), cwd=tmp_path, timeout=200)
+        status, err = result.returncode, result.stderr
     assert status == 1
     assert err.count("error: ") == 1
     assert "error: data.batch_size=3 is not divisible by the 2 micro-batches" in err
@@ -403,14 +403,14 @@ def test_a_failing_rank_ends_by_its_own_error_and_not_by_a_signal(stops):
 
 def test_ranks_wait_for_the_report_of_rank_0(monkeypatch):
     def on_rank(rank: int) -> list[list[float]]:
-        waited = []
+        waits = []
         for error in (ValueError, KeyError):
-            slept = []
-            monkeypatch.setattr(time, "sleep", slept.append)
+            sleeps = []
+            monkeypatch.setattr(time, "sleep", sleeps.append)
             with pytest.raises(error), rank_zero_reports(ValueError, patience=42):
                 raise error
-            waited.append(slept)
-        return waited
+            waits.append(sleeps)
+        return waits
 
     assert run_ranks(2, on_rank) == [[[], []], [[42], []]]
 
@@ -422,19 +422,19 @@ def test_ctrl_c_saves_once_and_ends_all_ranks(training, tiny_overrides, tmp_path
     metrics = training.folder() / "metrics.csv"
     with open(tmp_path / "err", "w") as err:
         # as in a terminal, the signal goes to every process of the group
-        started = subprocess.Popen(arguments, stderr=err, env=environment(), cwd=tmp_path, start_new_session=True)
+        process = subprocess.Popen(arguments, stderr=err, env=environment(), cwd=tmp_path, start_new_session=True)
         try:
             end = time.monotonic() + 100
             while not metrics.exists() or len(training.losses()) < 3:
-                assert started.poll() is None
+                assert process.poll() is None
                 assert time.monotonic() < end
                 time.sleep(0.1)
-            os.killpg(started.pid, signal.SIGINT)
-            assert started.wait(60) == 130
+            os.killpg(process.pid, signal.SIGINT)
+            assert process.wait(60) == 130
         finally:
             with suppress(ProcessLookupError):
-                os.killpg(started.pid, signal.SIGKILL)
-            started.wait()
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
     text = (tmp_path / "err").read_text()
     assert text.count("SIGINT: saving after this step") == 1
     assert text.count("SIGINT: saved ") == 1
@@ -448,8 +448,8 @@ def test_the_quickstart_runs_on_two_ranks(training, tmp_path):
     arguments = [*command("lightning"), "experiment=quickstart", "trainer=ddp", "trainer.max_steps=4"]
     arguments += [f"output_dir={training.output}", "data.toy.count=64", "callbacks.samples.steps=2"]
     arguments += ["callbacks.progress=null"]
-    done = subprocess.run(arguments, capture_output=True, text=True, env=environment(), cwd=tmp_path, timeout=280)
-    assert done.returncode == 0, done.stderr
+    result = subprocess.run(arguments, capture_output=True, text=True, env=environment(), cwd=tmp_path, timeout=280)
+    assert result.returncode == 0, result.stderr
     run = training.output / "quickstart" / "default"
     assert (run / "checkpoints" / "step-00000004" / "state.json").exists()
     assert (run / "loss.png").exists()

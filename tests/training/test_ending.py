@@ -137,9 +137,9 @@ def test_a_finished_run_says_how_it_went_and_where_all_is(training, told):
     prompts = ("""callbacks.samples.prompts=["it's red",blue]""", "callbacks.samples.steps=1")
     training("trainer.max_steps=3", "trainer.val_check_interval=2", *prompts)
     folder, losses, rows = training.folder(), training.losses(), training.metrics()
-    found = table(told)
-    assert found.pop("").startswith("finished at step 3 of 3: 3 steps in ")
-    assert found == {
+    summary = table(told)
+    assert summary.pop("").startswith("finished at step 3 of 3: 3 steps in ")
+    assert summary == {
         "train/loss": f"{float(losses[1]):.4g} at step 1, {float(losses[3]):.4g} at step 3",
         "val/loss": f"{float(rows[2]['val/loss']):.4g} at step 2, {float(rows[3]['val/loss']):.4g} at step 3",
         "checkpoint": f"{folder}/checkpoints/step-00000003",
@@ -168,35 +168,35 @@ def test_a_signal_before_the_first_logged_row_ends_well(training, told, number, 
     with pytest.raises(SystemExit) as stop:
         training(*overrides, callbacks=(SignalAt(1, number),))
     assert stop.value.code == 128 + number
-    saved = training.folder() / "checkpoints" / "step-00000002"
-    assert f"{signal.Signals(number).name}: saved {saved}, go on with ckpt_path=last" in told
-    found = table(told)
-    assert found[""].startswith("stopped at step 2 of 9: 2 steps in ")
-    assert found["checkpoint"] == str(saved)
-    assert found["next"] == "the same command with ckpt_path=last goes on from there"
+    checkpoint = training.folder() / "checkpoints" / "step-00000002"
+    assert f"{signal.Signals(number).name}: saved {checkpoint}, go on with ckpt_path=last" in told
+    summary = table(told)
+    assert summary[""].startswith("stopped at step 2 of 9: 2 steps in ")
+    assert summary["checkpoint"] == str(checkpoint)
+    assert summary["next"] == "the same command with ckpt_path=last goes on from there"
     assert not [line for line in told if line.startswith("warning")]
     assert (training.folder() / "loss.png").exists() == curve
-    assert ("val/loss" in found) == curve
+    assert ("val/loss" in summary) == curve
 
 
 def test_a_failed_run_names_its_last_checkpoint(training, told):
     bad = BadGradient({3, 4, 5})
     with pytest.raises(FloatingPointError):
         training("trainer.max_steps=9", "task.max_skipped=3", callbacks=(bad,))
-    found = table(told)
-    assert found[""].startswith("failed at step 5 of 9: 5 steps in ")
-    assert found["checkpoint"] == f"{training.folder()}/checkpoints/step-00000004"
-    assert found["next"] == "the same command with ckpt_path=last goes on from there"
-    assert "samples" not in found
+    summary = table(told)
+    assert summary[""].startswith("failed at step 5 of 9: 5 steps in ")
+    assert summary["checkpoint"] == f"{training.folder()}/checkpoints/step-00000004"
+    assert summary["next"] == "the same command with ckpt_path=last goes on from there"
+    assert "samples" not in summary
 
 
 def test_a_run_that_fails_before_its_first_checkpoint_says_so(training, told):
     every = "callbacks.checkpoint.every_n_steps=100"
     with pytest.raises(FloatingPointError):
         training(every, "task.max_skipped=1", callbacks=(BadGradient({1}),))
-    found = table(told)
-    assert found["checkpoint"] == "none was written"
-    assert "next" not in found
+    summary = table(told)
+    assert summary["checkpoint"] == "none was written"
+    assert "next" not in summary
 
 
 class Fill(L.Callback):
@@ -272,8 +272,8 @@ def test_pictures_and_clips_that_fail_cost_a_line_each(training, told, monkeypat
         training(*clips)
     folder = training.folder()
     names = ["samples/step-00000002", "samples/step-00000004", "attention.png", "loss.png"]
-    wanted = {f"warning: {folder}/{name} is missing: RuntimeError: no font found" for name in names}
-    assert {line for line in told if line.startswith("warning")} == wanted
+    expected = {f"warning: {folder}/{name} is missing: RuntimeError: no font found" for name in names}
+    assert {line for line in told if line.startswith("warning")} == expected
     assert training.last().step == 4
     assert table(told)[""].startswith("finished at step 4 of 4")
     # what makes the clips is no picture

@@ -61,10 +61,10 @@ def _kept(model: VideoDiT, job: Job, monkeypatch: pytest.MonkeyPatch) -> int:
     if job.compiled:
         model.compile_blocks(backend="aot_eager_decomp_partition")
     parameters = {p.untyped_storage()._cdata for p in model.parameters()}
-    kept: dict[int, tuple[int, torch.Tensor]] = {}
+    storages: dict[int, tuple[int, torch.Tensor]] = {}
     forward = TransformerBlock.forward
 
-    def watched(self: TransformerBlock, x: Any, cond: Any, ctx: Any) -> torch.Tensor:
+    def spy(self: TransformerBlock, x: Any, cond: Any, ctx: Any) -> torch.Tensor:
         if self is not model.blocks[1]:
             return forward(self, x, cond, ctx)
         shared = parameters | {t.untyped_storage()._cdata for t in (cond.modulation, *cond.rope, cond.text)}
@@ -73,7 +73,7 @@ def _kept(model: VideoDiT, job: Job, monkeypatch: pytest.MonkeyPatch) -> int:
             storage = tensor.untyped_storage()
             if storage._cdata not in shared:
                 # the tensor too, so that its storage is no other one's later
-                kept[storage._cdata] = storage.nbytes(), tensor
+                storages[storage._cdata] = storage.nbytes(), tensor
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
@@ -82,9 +82,9 @@ def _kept(model: VideoDiT, job: Job, monkeypatch: pytest.MonkeyPatch) -> int:
     latents = torch.randn(job.batch, *job.latent_shape, dtype=torch.bfloat16)
     text = torch.randn(job.batch, job.text, 24, dtype=torch.bfloat16)
     with monkeypatch.context() as patch:
-        patch.setattr(TransformerBlock, "forward", watched)
+        patch.setattr(TransformerBlock, "forward", spy)
         model(latents, torch.full((job.batch,), 500.0), text, topk=job.topk)
-    return sum(size for size, _ in kept.values())
+    return sum(size for size, _ in storages.values())
 
 
 @pytest.fixture
@@ -108,13 +108,13 @@ def _shape(job: Job) -> BlockShape:
 def test_what_an_eager_block_keeps(attention, size, monkeypatch, any_operator):
     model = _network(size, attention)
     job = _job(model, size, level="none")
-    shape, kept = _shape(job), _kept(model, job, monkeypatch)
-    assert kept_bytes(shape, "none") == pytest.approx(kept, rel=TOLERANCE[False])
+    shape, expected = _shape(job), _kept(model, job, monkeypatch)
+    assert kept_bytes(shape, "none") == pytest.approx(expected, rel=TOLERANCE[False])
     # another kind of norm, one gate less, and a narrower layer are noticed
     others = [replace(shape, fused_norms=True), replace(shape, ffn_dim=shape.ffn_dim // 2)]
     others += [replace(shape, gates=shape.gates - 2)] if shape.gates == 2 else []
     for other in others:
-        assert kept_bytes(other, "none") != pytest.approx(kept, rel=TOLERANCE[False])
+        assert kept_bytes(other, "none") != pytest.approx(expected, rel=TOLERANCE[False])
 
 
 @pytest.mark.parametrize(
@@ -131,12 +131,12 @@ def test_what_an_eager_block_keeps(attention, size, monkeypatch, any_operator):
 def test_what_a_compiled_block_keeps(attention, level, monkeypatch, any_operator):
     model = _network(SMALL, attention)
     job = _job(model, SMALL, level=level, compiled=True)
-    shape, kept = _shape(job), _kept(model, job, monkeypatch)
-    assert kept_bytes(shape, level) == pytest.approx(kept, rel=TOLERANCE[True])
+    shape, expected = _shape(job), _kept(model, job, monkeypatch)
+    assert kept_bytes(shape, level) == pytest.approx(expected, rel=TOLERANCE[True])
     for other in set(LEVELS) - {level}:
-        assert kept_bytes(shape, other) != pytest.approx(kept, rel=TOLERANCE[True])
+        assert kept_bytes(shape, other) != pytest.approx(expected, rel=TOLERANCE[True])
     if level == "none":
-        assert kept_bytes(replace(shape, compiled=False), level) != pytest.approx(kept, rel=TOLERANCE[True])
+        assert kept_bytes(replace(shape, compiled=False), level) != pytest.approx(expected, rel=TOLERANCE[True])
 
 
 def test_full_recomputation_keeps_the_input_alone(monkeypatch):
@@ -149,9 +149,9 @@ def test_full_recomputation_keeps_the_input_alone(monkeypatch):
 @pytest.mark.parametrize("gates", [0, 2])
 def test_levels_trade_memory_for_time(compiled, gates):
     job = _wan(gates=gates, compiled=compiled)
-    kept = [total_memory(replace(job, level=level)) for level in LEVELS]
-    assert kept == sorted(kept, reverse=True)
-    assert kept[0] > 2 * kept[-1]
+    totals = [total_memory(replace(job, level=level)) for level in LEVELS]
+    assert totals == sorted(totals, reverse=True)
+    assert totals[0] > 2 * totals[-1]
     seconds = [sum(step_seconds(replace(job, level=level), H200).values()) for level in LEVELS]
     assert seconds == sorted(seconds)
     assert seconds[0] < 0.9 * seconds[-1]
@@ -179,8 +179,8 @@ def _wan(*, gates: int = 1, **settings: Any) -> Job:
             text_dim=4096,
         )
     network = PlannedNetwork(name="model", model=model, passes={TRAINING: 1.0}, updates=1.0)
-    given = {"latent_shape": (16, 16, 56, 104), "text": 512, "topk": 32, "batch": 1} | settings
-    return Job(networks=[network], **given)
+    arguments = {"latent_shape": (16, 16, 56, 104), "text": 512, "topk": 32, "batch": 1} | settings
+    return Job(networks=[network], **arguments)
 
 
 def test_state_is_what_the_parameters_say():
@@ -222,21 +222,21 @@ def test_the_advice_fits(settings, gib):
     assert line is not None
     assert line.startswith(f"it needs {estimate.needed / GIB:.1f} GiB of the {gib:.1f}")
     _assert_parts_add_up(line)
-    chosen = dict(word.split("=") for word in line.rpartition(": ")[2].split() if "=" in word)
-    level: Any = chosen["task.parallel.activation_checkpointing"]
-    divided = int(chosen.get("trainer.accumulate_grad_batches", 1))
-    count = int(chosen.get("trainer.devices", 1))
-    batch = job.batch // divided if count == 1 else 1
-    adviced = replace(job, level=level, micro_batches=divided, batch=batch, ranks=count, shards=count)
-    assert total_memory(adviced) <= gpu.memory
+    advice = dict(word.split("=") for word in line.rpartition(": ")[2].split() if "=" in word)
+    level: Any = advice["task.parallel.activation_checkpointing"]
+    micro_batches = int(advice.get("trainer.accumulate_grad_batches", 1))
+    count = int(advice.get("trainer.devices", 1))
+    batch = job.batch // micro_batches if count == 1 else 1
+    advised_job = replace(job, level=level, micro_batches=micro_batches, batch=batch, ranks=count, shards=count)
+    assert total_memory(advised_job) <= gpu.memory
 
 
 def _assert_parts_add_up(line: str) -> None:
     """The parts of a refusal, each rounded to a tenth, are the memory that it names."""
-    needed = re.match(r"it needs ([\d.]+) GiB .*? \((.*)\): ", line)
-    assert needed is not None
-    parts = [float(value) for value in re.findall(r" ([\d.]+)(?:,|$)", needed[2])]
-    assert sum(parts) == pytest.approx(float(needed[1]), abs=0.05 * (len(parts) + 1))
+    match = re.match(r"it needs ([\d.]+) GiB .*? \((.*)\): ", line)
+    assert match is not None
+    parts = [float(value) for value in re.findall(r" ([\d.]+)(?:,|$)", match[2])]
+    assert sum(parts) == pytest.approx(float(match[1]), abs=0.05 * (len(parts) + 1))
 
 
 def test_a_refusal_names_every_part_of_the_memory():
@@ -287,9 +287,9 @@ def test_a_rate_is_needed_for_a_time():
     assert known_gpu("nvidia h200") is H200
     assert known_gpu("GT 710") is None
     for gpu in GPUS:
-        measured = {name for name in gpu.sources if getattr(gpu, name) is not None}
-        assert measured == set(gpu.sources)
-        assert len(gpu.lacks) + len(measured) == 7
+        rates = {name for name in gpu.sources if getattr(gpu, name) is not None}
+        assert rates == set(gpu.sources)
+        assert len(gpu.lacks) + len(rates) == 7
         for source in gpu.sources.values():
             assert (ROOT / "benchmarks" / f"{source.replace(' ', ',').partition(',')[0]}.json").exists()
 

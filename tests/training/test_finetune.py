@@ -107,8 +107,8 @@ def the_same(first, model: torch.nn.Module, **own) -> float:
     """Largest difference between a captured forward and `model` on the same input."""
     args, kwargs, output = first
     with torch.no_grad():
-        wanted = model(*args, **{**kwargs, **own})
-    return (output - wanted).abs().max().item()
+        expected = model(*args, **{**kwargs, **own})
+    return (output - expected).abs().max().item()
 
 
 def test_all_tiles_start_at_the_dense_run(training, dense):
@@ -117,11 +117,11 @@ def test_all_tiles_start_at_the_dense_run(training, dense):
     reference = load_run(dense).model
     assert the_same(watch.first, reference, topk=None) < 1e-5
     # the averaged weights of the dense run, and gates at their identity
-    averaged = read_checkpoint(training_checkpoint(dense)).tensors("ema")
+    ema = read_checkpoint(training_checkpoint(dense)).tensors("ema")
     gates = {n for n in watch.start if "to_gate" in n}
     assert gates
-    assert set(watch.start) - gates == set(averaged)
-    assert all(torch.equal(watch.start[n], averaged[n]) for n in averaged)
+    assert set(watch.start) - gates == set(ema)
+    assert all(torch.equal(watch.start[n], ema[n]) for n in ema)
     assert any(n in watch.changed for n in gates)
     # control: fewer tiles are another function
     args, kwargs, _ = watch.first
@@ -143,11 +143,11 @@ def test_a_diffusers_pipeline_starts_at_its_output(training, tmp_path):
     text, mask = conditions["text"], conditions["text_mask"]
     with torch.no_grad():
         # theirs has no mask: one sample at a time, with its own tokens alone
-        wanted = torch.cat(
+        expected = torch.cat(
             [theirs(x[i : i + 1], timestep[i : i + 1], text[i : i + 1, mask[i]]).sample for i in range(len(x))]
         )
     assert output.abs().max() > 0.1
-    assert (output - wanted).abs().max() < 1e-5
+    assert (output - expected).abs().max() < 1e-5
 
 
 def test_annealing_ends_at_the_exact_count_and_the_loss_falls(training, dense):
@@ -172,8 +172,8 @@ def test_the_teacher_stays_out_of_the_run(training, dense):
     watch = Watch()
     taught = (*FINETUNE, "task.objective.velocity=1", "task.objective.attention=0.5", f"init_from={dense}")
     training(*taught, "run=straight", "trainer.max_steps=4", callbacks=(watch,))
-    averaged = read_checkpoint(training_checkpoint(dense)).tensors("ema")
-    assert_same_values(watch.teacher, averaged.values())
+    ema = read_checkpoint(training_checkpoint(dense)).tensors("ema")
+    assert_same_values(watch.teacher, ema.values())
     assert all(torch.equal(a, b) for a, b in zip(watch.teacher, watch.teacher_end, strict=True))
     assert set(training.tensors("straight")) == {
         *(f"{group}/{name}" for group in ("model", "ema") for name in watch.start),
@@ -221,8 +221,8 @@ def test_a_teacher_of_its_own_lets_a_sparse_model_go_on(training, dense):
     watch = Watch()
     second = (f"init_from={training.folder('first')}", "task.gates=required", "task.objective.velocity=1", "run=second")
     training(*FINETUNE, *second, f"task.teacher={dense}", "trainer.max_steps=2", callbacks=(watch,))
-    averaged = read_checkpoint(training_checkpoint(dense)).tensors("ema")
-    assert_same_values(watch.teacher, averaged.values())
+    ema = read_checkpoint(training_checkpoint(dense)).tensors("ema")
+    assert_same_values(watch.teacher, ema.values())
     assert_equal(watch.start, training.last("first").tensors("ema"))
     with pytest.raises(ValueError, match=r"as teacher .*: gates=absent takes a dense checkpoint"):
         training(*FINETUNE, *second, "overwrite=true")
@@ -256,13 +256,13 @@ def assert_equal(a, b):
 
 
 def test_a_resumed_run_without_a_teacher_needs_its_start_no_more(training, dense, tmp_path):
-    moved = tmp_path / "moved"
-    shutil.copytree(dense, moved)
-    training(*FINETUNE, f"init_from={moved}", "run=one", "trainer.max_steps=2")
-    shutil.rmtree(moved)
+    source = tmp_path / "moved"
+    shutil.copytree(dense, source)
+    training(*FINETUNE, f"init_from={source}", "run=one", "trainer.max_steps=2")
+    shutil.rmtree(source)
     training(*FINETUNE, "run=one", "trainer.max_steps=3", "ckpt_path=last")
     assert training.last("one").step == 3
-    assert training.last("one").state["config"]["init_from"] == str(moved)
+    assert training.last("one").state["config"]["init_from"] == str(source)
 
 
 # what is trained
@@ -275,15 +275,15 @@ def test_patterns_choose_what_is_trained_and_how_fast(training, dense):
         *("+optim.lr_factors.gate=5.0", "trainer.max_steps=3"),
         callbacks=(watch,),
     )
-    chosen = {n for n in watch.start if ".attn1." in n or "to_gate" in n}
-    assert 0 < len(chosen) < len(watch.start)
-    assert watch.trained == chosen
-    assert watch.changed == chosen
-    assert {name for name, lr in watch.lrs.items() if lr == pytest.approx(0.05)} == {n for n in chosen if "gate" in n}
-    assert {name for name, lr in watch.lrs.items() if lr == pytest.approx(0.01)} == {n for n in chosen if "attn1" in n}
+    names = {n for n in watch.start if ".attn1." in n or "to_gate" in n}
+    assert 0 < len(names) < len(watch.start)
+    assert watch.trained == names
+    assert watch.changed == names
+    assert {name for name, lr in watch.lrs.items() if lr == pytest.approx(0.05)} == {n for n in names if "gate" in n}
+    assert {name for name, lr in watch.lrs.items() if lr == pytest.approx(0.01)} == {n for n in names if "attn1" in n}
     # the frozen ones have no moments
     moments = {n.removeprefix("optimizer/").rpartition("/")[0] for n in training.tensors() if n.startswith("optimizer")}
-    assert moments == chosen
+    assert moments == names
 
 
 def test_adapters_train_alone_and_merge_into_the_model(training, dense):
@@ -313,26 +313,26 @@ def test_adapters_train_alone_and_merge_into_the_model(training, dense):
         training(*plain, "resume.allow=[task,optim]")
 
     # what samplers load computes what the adapted model did
-    loaded = load_run(training.folder("straight"), weights="model")
+    run = load_run(training.folder("straight"), weights="model")
     args, kwargs, _ = watch.first
     config = training.last("straight").state["config"]
     from vsa.config import model_factory
 
-    adapted = model_factory(config)()
-    LoRA(rank=2, alpha=3).inject(adapted)
-    adapted.load_state_dict(training.last("straight").tensors("model"), strict=True)
+    model = model_factory(config)()
+    LoRA(rank=2, alpha=3).inject(model)
+    model.load_state_dict(training.last("straight").tensors("model"), strict=True)
     with torch.no_grad():
-        wanted, found = adapted(*args, **kwargs), loaded.model(*args, **kwargs)
+        expected, actual = model(*args, **kwargs), run.model(*args, **kwargs)
         base = sparse(*args, **kwargs)
-    assert (found - wanted).abs().max() < 1e-5
+    assert (actual - expected).abs().max() < 1e-5
     # control: the adapters do something
-    assert (wanted - base).abs().max() > 1e-3
+    assert (expected - base).abs().max() > 1e-3
     # and a run can start from them
     again = Watch()
     training(*FINETUNE, f"init_from={training.folder('straight')}", "task.gates=required", "run=again",
              "trainer.max_steps=1", callbacks=(again,))  # fmt: skip
-    averaged = without_adapters(training.last("straight").tensors("ema"), LoRA(rank=2, alpha=3))
-    assert_equal(again.start, averaged)
+    ema = without_adapters(training.last("straight").tensors("ema"), LoRA(rank=2, alpha=3))
+    assert_equal(again.start, ema)
 
 
 def without_adapters(tensors: dict[str, Tensor], lora: LoRA) -> dict[str, Tensor]:
@@ -356,16 +356,16 @@ def test_merging_is_that_of_peft():
         for name, parameter in model.named_parameters():
             if ".lora_" in name:
                 parameter.normal_()
-    merged = without_adapters(dict(model.named_parameters()), lora)
-    changed = 0
+    tensors = without_adapters(dict(model.named_parameters()), lora)
+    count = 0
     for name, module in model.named_modules():
         if hasattr(module, "get_delta_weight"):
             module.merge()
-            torch.testing.assert_close(merged[f"{name}.weight"], module.base_layer.weight, rtol=1e-5, atol=1e-6)
-            changed += 1
+            torch.testing.assert_close(tensors[f"{name}.weight"], module.base_layer.weight, rtol=1e-5, atol=1e-6)
+            count += 1
     # to_q of both attentions and the MLP, in 3 layers
-    assert changed == 9
-    assert set(merged) == {name for name, _ in make_net(sparse_attention).named_parameters()}
+    assert count == 9
+    assert set(tensors) == {name for name, _ in make_net(sparse_attention).named_parameters()}
 
 
 @pytest.mark.parametrize(

@@ -314,10 +314,10 @@ def test_the_record_of_a_sweep_is_taken_back_unless_a_run_stands_beside_it(tmp_p
 
 def test_a_sweep_leaves_one_folder_for_each_run(command_line, tiny_overrides, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    kept = [o for o in tiny_overrides if not o.startswith(("sparsity.", "trainer.max_steps"))]
+    base_overrides = [o for o in tiny_overrides if not o.startswith(("sparsity.", "trainer.max_steps"))]
     name = r"run=s\=${sparsity.sparsity}\,x"
     status, _, err = command_line(
-        "train.py", "-m", *kept, "output_dir=out", "trainer.max_steps=1", "sparsity.sparsity=0.5,0.75", name
+        "train.py", "-m", *base_overrides, "output_dir=out", "trainer.max_steps=1", "sparsity.sparsity=0.5,0.75", name
     )
     assert status == 0, err
     folder = tmp_path / "out" / "pretrain"

@@ -81,8 +81,8 @@ def test_a_norm_that_is_read_late_gives_the_same_run(training, train):
 def test_a_dropped_step_alone_leaves_no_trace(training, train):
     train("run=with", "trainer.max_steps=3", callbacks=(Bad((2,)), Watch()))
     train("run=without", "trainer.max_steps=2")
-    (dropped, _), (shorter, _) = kept(training, "with"), kept(training, "without")
-    assert all(torch.equal(dropped[name], shorter[name]) for name in shorter)
+    (longer, _), (shorter, _) = kept(training, "with"), kept(training, "without")
+    assert all(torch.equal(longer[name], shorter[name]) for name in shorter)
 
 
 def test_a_resumed_run_is_the_same(training, train):
@@ -91,8 +91,8 @@ def test_a_resumed_run_is_the_same(training, train):
     train("run=resumed", "trainer.max_steps=3", callbacks=(Bad(bad),))
     # batches are counted from 0 again
     train("run=resumed", "trainer.max_steps=7", "ckpt_path=last", callbacks=(Bad([step - 3 for step in bad]),))
-    (straight, counts), (resumed, counts_resumed) = kept(training, "straight"), kept(training, "resumed")
-    assert counts == counts_resumed
+    (straight, counts), (resumed, resumed_counts) = kept(training, "straight"), kept(training, "resumed")
+    assert counts == resumed_counts
     assert all(torch.equal(straight[name], resumed[name]) for name in straight)
 
 

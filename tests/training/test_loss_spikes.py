@@ -100,8 +100,8 @@ def test_one_batch_times_forty_is_undone(training, extra):
         seed=hash64(data.seed, "skipped window", 1) >> 1,
         phases=data.plan.phases,
     )
-    drawn = {sample for ids, _ in of_step(outlier.drawn, SPIKE)[micro_batches:] for sample in ids}
-    assert drawn == {ref.id for ref in other.step(SPIKE).refs}
+    sample_ids = {sample for ids, _ in of_step(outlier.drawn, SPIKE)[micro_batches:] for sample in ids}
+    assert sample_ids == {ref.id for ref in other.step(SPIKE).refs}
 
 
 def test_without_the_watch_the_spike_is_taken(training):

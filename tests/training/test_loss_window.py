@@ -28,8 +28,8 @@ def test_a_step_that_is_not_finite_is_left_out_of_its_line():
 
 @pytest.mark.parametrize("names", [("loss",), ("loss", "loss_mse", "loss_attention"), ("loss", "loss_other")])
 def test_a_window_of_other_losses_is_dropped_at_a_resume(monkeypatch, names):
-    said: list[str] = []
-    monkeypatch.setattr(loss_window_module, "rank_zero_info", said.append)
+    messages: list[str] = []
+    monkeypatch.setattr(loss_window_module, "rank_zero_info", messages.append)
     strategy = SingleDeviceStrategy("cpu")
 
     def step(window: LossWindow, loss: float, names: tuple[str, ...]) -> None:
@@ -41,10 +41,12 @@ def test_a_window_of_other_losses_is_dropped_at_a_resume(monkeypatch, names):
     step(before, 1.0, ("loss", "loss_attention"))
     state = before.state_dict()
     for resumed_names, mean in ((("loss", "loss_attention"), 2.0), (names, 3.0)):
-        assert not said
-        resumed = LossWindow(strategy)
-        resumed.load_state_dict(state)
-        step(resumed, 3.0, resumed_names)
-        assert resumed.metrics() == dict.fromkeys((*resumed_names, "loss_decile_1"), mean)
-    assert len(said) == 1
-    assert said[0].startswith("the checkpoint has loss, loss_attention of 1 steps not logged yet, the run now has loss")
+        assert not messages
+        after = LossWindow(strategy)
+        after.load_state_dict(state)
+        step(after, 3.0, resumed_names)
+        assert after.metrics() == dict.fromkeys((*resumed_names, "loss_decile_1"), mean)
+    assert len(messages) == 1
+    assert messages[0].startswith(
+        "the checkpoint has loss, loss_attention of 1 steps not logged yet, the run now has loss"
+    )

@@ -43,13 +43,13 @@ def test_resume_cuts_rows_past_its_step(tmp_path):
     # a kill in the middle of a line
     with open(logger.path, "a") as file:
         file.write("4")
-    resumed = MetricsCSV(str(tmp_path))
-    begin(resumed, 20)
-    resumed.log_metrics({"loss": 99}, 30)
-    resumed.finalize("done")
-    assert [(r["step"], r["loss"]) for r in _rows(resumed.path)] == [("10", "10"), ("20", "20"), ("30", "99")]
+    resumed_logger = MetricsCSV(str(tmp_path))
+    begin(resumed_logger, 20)
+    resumed_logger.log_metrics({"loss": 99}, 30)
+    resumed_logger.finalize("done")
+    assert [(r["step"], r["loss"]) for r in _rows(resumed_logger.path)] == [("10", "10"), ("20", "20"), ("30", "99")]
     # a kill has cut the last number
-    resumed.path.write_bytes(resumed.path.read_bytes() + b"40,9")
+    resumed_logger.path.write_bytes(resumed_logger.path.read_bytes() + b"40,9")
     again = MetricsCSV(str(tmp_path))
     begin(again, 40)
     assert [r["step"] for r in _rows(again.path)] == ["10", "20", "30"]
@@ -71,20 +71,20 @@ def test_a_full_disk_is_told_once_loses_no_older_row_and_never_stops(tmp_path, c
     with small_files(100):
         log("loss", range(1, 100))
     steps = [int(row["step"]) for row in _rows(logger.path)]
-    written = len(steps)
-    assert steps == list(range(1, written + 1))
-    assert 10 < written < 99
+    row_count = len(steps)
+    assert steps == list(range(1, row_count + 1))
+    assert 10 < row_count < 99
     # a new column rewrites the file
     with small_files(60):
         log("new", range(200, 201))
         logger.finalize("done")
     first, last = (record.getMessage() for record in caplog.records)
     assert first.startswith(f"warning: cannot write {logger.path}: File too large")
-    assert last == f"warning: {logger.path} lacks the last {100 - written} rows, for which there was no room"
+    assert last == f"warning: {logger.path} lacks the last {100 - row_count} rows, for which there was no room"
     assert [p.name for p in tmp_path.iterdir()] == ["metrics.csv"]
-    resumed = MetricsCSV(str(tmp_path))
-    begin(resumed, written)
-    assert [row["step"] for row in _rows(resumed.path)] == [str(n + 1) for n in range(written)]
+    resumed_logger = MetricsCSV(str(tmp_path))
+    begin(resumed_logger, row_count)
+    assert [row["step"] for row in _rows(resumed_logger.path)] == [str(n + 1) for n in range(row_count)]
     # with room again nothing is missing
     caplog.clear()
     logger.finalize("done")

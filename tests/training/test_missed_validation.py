@@ -54,24 +54,24 @@ def test_the_rows_are_those_of_a_run_without_interruption(training, how):
 
 def test_nothing_is_validated_twice(training):
     training(*RUN, "run=whole", "trainer.max_steps=4")
-    training(*RUN, "run=whole", "trainer.max_steps=7", "ckpt_path=last", callbacks=(resumed := Watch(),))
-    assert resumed.steps == [6, 7]
+    training(*RUN, "run=whole", "trainer.max_steps=7", "ckpt_path=last", callbacks=(watch := Watch(),))
+    assert watch.steps == [6, 7]
 
 
 def test_a_checkpoint_between_validations_is_not_validated(training):
     odd = (*RUN[:2], "callbacks.checkpoint.every_n_steps=3")
     with pytest.raises(RuntimeError):
         training(*odd, "run=odd", "trainer.max_steps=5", callbacks=(Watch(4),))
-    training(*odd, "run=odd", "trainer.max_steps=5", "ckpt_path=last", callbacks=(resumed := Watch(),))
-    assert resumed.steps == [4, 5]
+    training(*odd, "run=odd", "trainer.max_steps=5", "ckpt_path=last", callbacks=(watch := Watch(),))
+    assert watch.steps == [4, 5]
 
 
 def test_without_it_the_validation_would_be_missing(training, monkeypatch):
     monkeypatch.setattr(MissedValidation, "on_train_start", lambda *_: None)
     with pytest.raises(RuntimeError):
         training(*RUN, "run=cut", "trainer.max_steps=4", callbacks=(Watch(2),))
-    training(*RUN, "run=cut", "trainer.max_steps=4", "ckpt_path=last", callbacks=(resumed := Watch(),))
-    assert resumed.steps == [4]
+    training(*RUN, "run=cut", "trainer.max_steps=4", "ckpt_path=last", callbacks=(watch := Watch(),))
+    assert watch.steps == [4]
     assert training.metrics("cut")[2]["val/loss"] == ""
 
 

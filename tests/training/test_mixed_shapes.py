@@ -44,13 +44,13 @@ def test_images_train_beside_video_in_one_plan(training, tmp_path):
         *("~data", "~data.toy.size", "~data.toy.count", "data=folder", f"data.root={tmp_path / 'shards'}"),
         *("data.num_workers=0", "data.val_fraction=0", "data.batch_size=2", "trainer.max_steps=6"),
     )
-    seen, again = Shapes(), Shapes()
-    training(*common, callbacks=(seen,))
-    assert set(seen.found) == {(16, 2, 4, 4), (16, 1, 8, 4)}
+    shapes, again = Shapes(), Shapes()
+    training(*common, callbacks=(shapes,))
+    assert set(shapes.found) == {(16, 2, 4, 4), (16, 1, 8, 4)}
     assert all(math.isfinite(float(loss)) for loss in training.losses().values())
     # the order of shapes belongs to the plan
     training(*common, "run=again", callbacks=(again,))
-    assert again.found == seen.found
+    assert again.found == shapes.found
     assert training.losses("again") == training.losses()
 
 
@@ -74,7 +74,7 @@ def test_odd_clips_and_more_bands_train_with_the_settings_that_encoding_prints(t
     command = shlex.split(out.splitlines()[-1].partition("to train on them: ")[2])
     assert command[:2] == ["vsa", "train"]
     assert "data.codec.channels=24" in command
-    seen = Shapes()
+    shapes = Shapes()
     rest = ("data.num_workers=0", "data.val_fraction=0", "data.batch_size=2", "trainer.max_steps=1")
-    training("~data", "~data.toy.size", "~data.toy.count", *command[2:], *rest, callbacks=(seen,))
-    assert seen.found == [(24, 2, 8, 4)]
+    training("~data", "~data.toy.size", "~data.toy.count", *command[2:], *rest, callbacks=(shapes,))
+    assert shapes.found == [(24, 2, 8, 4)]

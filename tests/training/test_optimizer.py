@@ -34,8 +34,8 @@ def test_wsd_is_flat_then_linear():
     assert schedule(90) == pytest.approx(0.5)
     assert schedule(100) == schedule(500) == 0.0
     # an end above zero: halfway of the decay is halfway to it
-    floored = WSD(total_steps=100, decay_share=0.2, end=0.1)
-    assert [floored(s) for s in (80, 90, 100, 500)] == pytest.approx([1.0, 0.55, 0.1, 0.1])
+    with_floor = WSD(total_steps=100, decay_share=0.2, end=0.1)
+    assert [with_floor(s) for s in (80, 90, 100, 500)] == pytest.approx([1.0, 0.55, 0.1, 0.1])
     # a run cut short: the warm-up reaches into the decay
     assert WSD(total_steps=20, decay_share=0.5, warmup_steps=40)(15) == pytest.approx(16 / 40 * 0.5)
     with pytest.raises(ValueError, match="decay_share"):
@@ -89,9 +89,9 @@ def adamw(weight: torch.Tensor, grads: list[torch.Tensor], **wrong: bool) -> tor
         if wrong.get("coupled_decay"):
             grad = grad + 0.1 * weight
         m, v = 0.9 * m + 0.1 * grad, 0.95 * v + 0.05 * grad**2
-        corrected = not wrong.get("no_correction")
-        m_hat = m / (1 - 0.9 ** (step + 1)) if corrected else m
-        v_hat = v / (1 - 0.95 ** (step + 1)) if corrected else v
+        has_correction = not wrong.get("no_correction")
+        m_hat = m / (1 - 0.9 ** (step + 1)) if has_correction else m
+        v_hat = v / (1 - 0.95 ** (step + 1)) if has_correction else v
         root = (v_hat + 1e-8).sqrt() if wrong.get("eps_inside") else v_hat.sqrt() + 1e-8
         decay = 0.0 if wrong.get("coupled_decay") or wrong.get("no_decay") else 0.1
         weight = weight * (1 - lr * decay) - lr * m_hat / root
@@ -115,12 +115,12 @@ def test_update_equals_adamw_written_out(device):
         model["a"].weight.grad = grad.to(device)
         assert recipe.set_lr(optimizer, step) == min(1.0, (step + 1) / 2)
         optimizer.step()
-    found = model["a"].weight.detach().cpu()
+    actual = model["a"].weight.detach().cpu()
     weight = weight.cpu()
-    torch.testing.assert_close(found, adamw(weight, grads), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(actual, adamw(weight, grads), rtol=1e-12, atol=1e-12)
     # the tolerance tells it from every rule that is nearly the same
     for wrong in ("no_warmup", "coupled_decay", "no_decay", "no_correction", "eps_inside"):
-        assert not torch.allclose(found, adamw(weight, grads, **{wrong: True}), rtol=1e-12, atol=1e-12), wrong
+        assert not torch.allclose(actual, adamw(weight, grads, **{wrong: True}), rtol=1e-12, atol=1e-12), wrong
 
 
 def test_unknown_role_is_refused():

@@ -61,14 +61,14 @@ def test_noise_drawn_ahead_changes_no_digit_and_is_what_the_loss_uses(
     training(*run, "run=late")
     assert drawn_late.count(2) > 8
     drawn_late.clear()
-    seen = Seen()
+    callback = Seen()
     with monkeypatch.context() as patch:
         PretendedGPU(patch)
-        training(*run, "run=ahead", callbacks=(seen,))
+        training(*run, "run=ahead", callbacks=(callback,))
         assert drawn_late == late
         assert not pinning_threads()
-        assert len(seen.ahead) > 8
-        assert all(seen.ahead)
+        assert len(callback.ahead) > 8
+        assert all(callback.ahead)
         # the control: other noise in the batches is other losses
         pin = VideoBatch.pin_memory
         patch.setattr(VideoBatch, "pin_memory", lambda b: (p := pin(b), replace(p, noise=p.noise.neg()))[1])
@@ -95,20 +95,20 @@ def test_a_dump_is_replayed_without_the_noise_that_was_drawn_ahead(training, mon
 def test_batches_that_wait_for_a_dump_keep_no_noise(training, monkeypatch):
     with monkeypatch.context() as patch:
         PretendedGPU(patch)
-        seen = Seen()
-        (dump,) = (c for c in training(*RUN, callbacks=(seen,)).callbacks if isinstance(c, NanDump))
-    assert all(seen.ahead)
+        callback = Seen()
+        (dump,) = (c for c in training(*RUN, callbacks=(callback,)).callbacks if isinstance(c, NanDump))
+    assert all(callback.ahead)
     # those of the last two steps
     assert [[batch.noise for batch in batches] for batches in dump._batches.values()] == [[None, None]] * 2
 
 
 def test_a_distillation_draws_nothing_ahead(distill, monkeypatch):
-    seen = Seen()
+    callback = Seen()
     with monkeypatch.context() as patch:
         PretendedGPU(patch)
-        distill("trainer.max_steps=2", callbacks=(seen,))
-    assert seen.ahead
-    assert not any(seen.ahead)
+        distill("trainer.max_steps=2", callbacks=(callback,))
+    assert callback.ahead
+    assert not any(callback.ahead)
 
 
 def test_a_signal_ends_a_run_and_its_thread(training, monkeypatch):

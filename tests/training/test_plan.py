@@ -38,21 +38,21 @@ PLAN = ("plan", "model=dit_60m", "model.text_dim=64", "trainer.devices=1", "--gr
     ],
 )
 def test_the_command(words, status, said, command_line):
-    ended, out, err = command_line(*PLAN, *words)
-    assert ended == status, err
+    exit_code, out, err = command_line(*PLAN, *words)
+    assert exit_code == status, err
     assert said in out + err
     assert len(err.splitlines()) == status
 
 
 def test_an_unknown_kind_names_all_that_it_lacks_and_how_to_measure_it(command_line):
-    ended, _, err = command_line(*PLAN, "--gpu", "GT 710")
-    assert ended == 1
+    exit_code, _, err = command_line(*PLAN, "--gpu", "GT 710")
+    assert exit_code == 1
     assert len(err.splitlines()) == 1
     for name, command in MEASURED_BY.items():
         assert name in err
         # each command once, without the place in its output
         assert err.count(f"({command.partition(' (')[0]})") == 1, command
-    ended, out, _ = command_line(*PLAN, "--gpu", "GT 710", "--memory", "80", "trainer.devices=2", "trainer=fsdp")
-    assert ended == 0
+    exit_code, out, _ = command_line(*PLAN, "--gpu", "GT 710", "--memory", "80", "trainer.devices=2", "trainer=fsdp")
+    assert exit_code == 0
     for name, command in MEASURED_BY.items():
         assert f"  {name:22} {command}\n" in out

@@ -23,15 +23,15 @@ def redraws(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[int]]:
     """`redraws(bar, steps, seconds_per_step, hook=)`: steps after which the bar was drawn anew, by a fake clock."""
 
     def run(bar: Any, steps: int, seconds: float, hook: str = "on_train_batch_end") -> list[int]:
-        now, drawn = [100.0], []
+        now, draws = [100.0], []
         with monkeypatch.context() as patch:
             patch.setattr(progress.time, "monotonic", lambda: now[0])
             # Lightning's own, which draws whenever it is called
-            patch.setattr(TQDMProgressBar, hook, lambda self, *arguments: drawn.append(arguments[4] + 1))
+            patch.setattr(TQDMProgressBar, hook, lambda self, *arguments: draws.append(arguments[4] + 1))
             for index in range(steps):
                 now[0] += seconds
                 getattr(bar, hook)(None, None, None, None, index)
-        return drawn
+        return draws
 
     return run
 
@@ -54,9 +54,9 @@ def test_a_file_gets_a_line_now_and_then(redraws, monkeypatch):
 
 def test_the_bar_of_a_run_ends_at_its_last_step(training, capsys):
     training("trainer.max_steps=3", "trainer.enable_progress_bar=true", BAR)
-    shown = re.findall(r" (\d)/3 \[", capsys.readouterr().out)
-    assert shown[-1] == "3"
-    assert set(shown) == {"0", "1", "3"}
+    steps = re.findall(r" (\d)/3 \[", capsys.readouterr().out)
+    assert steps[-1] == "3"
+    assert set(steps) == {"0", "1", "3"}
 
 
 def test_the_bar_of_a_failed_run_is_closed_at_the_last_whole_step(training, capsys):

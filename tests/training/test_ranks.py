@@ -158,11 +158,11 @@ def test_a_rank_with_an_error_of_its_own_tells_it_and_ends_all(training, tmp_pat
 def test_only_steps_have_a_time_limit():
     status = RunStatus()
     watch = Watch(Path("nowhere"), status)
-    paused = []
+    flags = []
     for stage in ("start", "steps", "end"):
         status.stage = stage
-        paused.append(watch._say().paused)
-    assert paused == [True, False, True]
+        flags.append(watch._say().paused)
+    assert flags == [True, False, True]
     status.stage = "steps"
     # saves, clips, validations
     with status.paused():

@@ -105,8 +105,8 @@ class RunsOut(L.Callback):
 
 def logged(training: TinyTraining, run: str = "default") -> list[dict[str, str]]:
     """All metrics that are not of time."""
-    timed = ("throughput/step_seconds", "throughput/tokens_per_second", "throughput/tflops")
-    return [{k: v for k, v in row.items() if not k.startswith(timed)} for row in training.metrics(run).values()]
+    timings = ("throughput/step_seconds", "throughput/tokens_per_second", "throughput/tflops")
+    return [{k: v for k, v in row.items() if not k.startswith(timings)} for row in training.metrics(run).values()]
 
 
 def level_of(training: TinyTraining, run: str = "default") -> str:
@@ -172,9 +172,9 @@ def test_a_level_that_is_set_and_a_cpu_have_no_choice(training, needed, monkeypa
 def test_plans_and_dry_runs_choose_too(training, needed, monkeypatch, capsys, command_line):
     here(monkeypatch, needed["attention"])
     training(DEEP, "dry_run=true")
-    told = capsys.readouterr().out
-    assert "activation_checkpointing=attention by auto" in told
-    assert "activation_checkpointing=auto takes attention: the least recomputation that fits" in told
+    output = capsys.readouterr().out
+    assert "activation_checkpointing=attention by auto" in output
+    assert "activation_checkpointing=auto takes attention: the least recomputation that fits" in output
     # 64 samples of dit_60m, by the memory that is given
     plan = ("plan", "model=dit_60m", "model.text_dim=64", "trainer.devices=1", "--grid", "8", "16", "16")
     levels = []
@@ -231,9 +231,9 @@ def test_it_goes_up_to_full_and_then_ends_with_a_setting_that_fits(training, mon
     for memory in (None, 80 * GIB):
         if memory is not None:
             here(monkeypatch, memory)
-        with pytest.raises(MemoryRanOut) as ended:
+        with pytest.raises(MemoryRanOut) as error:
             training(callbacks=(fault,))
-        line = str(ended.value)
+        line = str(error.value)
         assert "\n" not in line
         assert line.startswith("out of memory in step 1 with task.parallel.activation_checkpointing=full (CUDA out of")
         setting = next(word for word in line.split() if word.startswith("trainer.accumulate_grad_batches="))
@@ -243,9 +243,9 @@ def test_it_goes_up_to_full_and_then_ends_with_a_setting_that_fits(training, mon
 
 
 def test_a_level_that_is_set_is_not_changed(training):
-    with pytest.raises(MemoryRanOut) as ended:
+    with pytest.raises(MemoryRanOut) as error:
         training(explicit("attention"), callbacks=(RunsOut("attention"),))
-    assert str(ended.value) == (
+    assert str(error.value) == (
         "out of memory in step 1 with task.parallel.activation_checkpointing=attention (CUDA out of memory. Tried to "
         "allocate 2.00 GiB): task.parallel.activation_checkpointing=attention_mlp keeps less, and auto takes a level "
         "that fits"

@@ -106,9 +106,9 @@ def test_another_loss_is_not_reproduced(training):
     training("trainer.max_steps=3", callbacks=(Spoil("latents"),))
     (path,) = dumps_of(training.folder())
     file = path / "batches-0.safetensors"
-    with safe_open(file, framework="pt") as opened:
-        tensors = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118 (not a mapping)
-        about = opened.metadata()
+    with safe_open(file, framework="pt") as handle:
+        tensors = {key: handle.get_tensor(key) for key in handle.keys()}  # noqa: SIM118 (not a mapping)
+        about = handle.metadata()
     tensors["0/latents"] = tensors["0/latents"].nan_to_num()
     save_file(tensors, file, about)
     result = replay_step(path, accelerator="cpu")

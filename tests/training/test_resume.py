@@ -100,10 +100,10 @@ def test_a_stopped_run_continues_bit_for_bit(training, straight, tmp_path_factor
     half = training.tensors()
     assert {n: signal.getsignal(n) for n in handlers} == handlers
 
-    seen = CountBatches()
-    training(*common, "ckpt_path=last", callbacks=(seen,))
+    counter = CountBatches()
+    training(*common, "ckpt_path=last", callbacks=(counter,))
     # a seek, not a replay
-    assert seen.steps == [s for s in range(4, 6) for _ in range(accumulate)]
+    assert counter.steps == [s for s in range(4, 6) for _ in range(accumulate)]
     assert training.losses() == straight.losses()
     assert len(set(training.losses().values())) == 6
     same = ("grad_norm/total", "lr", "throughput/flops_total", "skipped_steps")
@@ -157,12 +157,12 @@ def test_a_log_line_goes_on_over_a_resume(training):
 
 
 def test_a_signal_saves_and_stops_without_validation_or_samples(training):
-    seen = CountBatches()
+    counter = CountBatches()
     samples = ("callbacks.samples.prompts=[a red circle moving left slowly]", "callbacks.samples.steps=1")
     with pytest.raises(SystemExit):
-        training(*samples, callbacks=(SignalAt(0, signal.SIGTERM), seen))
-    assert seen.steps == [0]
-    assert seen.validations == 0
+        training(*samples, callbacks=(SignalAt(0, signal.SIGTERM), counter))
+    assert counter.steps == [0]
+    assert counter.validations == 0
     assert training.last().step == 1
     assert not (training.folder() / "samples").exists()
 
@@ -177,7 +177,7 @@ def test_a_second_interrupt_ends_the_run_at_once(training):
 
 @pytest.mark.parametrize("when", ["in a step", "in a save"])
 def test_a_killed_run_resumes_from_its_last_whole_checkpoint(training, straight, monkeypatch, when):
-    def killed() -> None:
+    def victim() -> None:
         if when == "in a save":
             replace, names = os.replace, []
 
@@ -192,7 +192,7 @@ def test_a_killed_run_resumes_from_its_last_whole_checkpoint(training, straight,
             training("trainer.max_steps=6")
         training("trainer.max_steps=6", callbacks=(SignalAt(3, signal.SIGKILL),))
 
-    child = multiprocessing.get_context("fork").Process(target=killed)
+    child = multiprocessing.get_context("fork").Process(target=victim)
     child.start()
     child.join(60)
     assert child.exitcode == -signal.SIGKILL
@@ -209,26 +209,26 @@ def test_a_kill_right_after_a_save_loses_no_metric(training):
     common = ("trainer.max_steps=5", "callbacks.checkpoint.every_n_steps=1", "trainer.val_check_interval=3")
     training(*common, "run=straight")
 
-    def killed() -> None:
+    def victim() -> None:
         training(*common, callbacks=(SignalAt(3, signal.SIGKILL),))
 
-    child = multiprocessing.get_context("fork").Process(target=killed)
+    child = multiprocessing.get_context("fork").Process(target=victim)
     child.start()
     child.join(60)
     assert child.exitcode == -signal.SIGKILL
     assert training.last().step == 3
     training(*common, "ckpt_path=last")
-    found, straight = training.metrics(), training.metrics("straight")
+    metrics, straight = training.metrics(), training.metrics("straight")
     assert straight[3]["val/loss"]
     for step, row in straight.items():
         names = {name for name in row if row[name] and not name.startswith("throughput/")}
-        assert {name: found[step][name] for name in names} == {name: row[name] for name in names}
+        assert {name: metrics[step][name] for name in names} == {name: row[name] for name in names}
 
 
 def test_as_many_checkpoints_are_kept_as_asked_for(training):
     training("trainer.max_steps=5", "callbacks.checkpoint.every_n_steps=1", "callbacks.checkpoint.keep=3")
-    kept = [p.name for p in checkpointing.list_checkpoints(training.folder() / "checkpoints")]
-    assert kept == ["step-00000003", "step-00000004", "step-00000005"]
+    names = [p.name for p in checkpointing.list_checkpoints(training.folder() / "checkpoints")]
+    assert names == ["step-00000003", "step-00000004", "step-00000005"]
 
 
 def test_a_run_that_went_back_goes_on_from_the_line_it_trains(training, straight, capsys):
@@ -244,8 +244,8 @@ def test_a_run_that_went_back_goes_on_from_the_line_it_trains(training, straight
     assert training.losses() == straight.losses()
     assert_same(training.tensors(), straight.tensors())
     # the point where the lines part stays
-    kept = [p.name for p in checkpointing.list_checkpoints(folder)]
-    assert kept == ["step-00000002", "step-00000004", "step-00000006"]
+    names = [p.name for p in checkpointing.list_checkpoints(folder)]
+    assert names == ["step-00000002", "step-00000004", "step-00000006"]
 
 
 def test_a_damaged_checkpoint_is_skipped_and_the_one_before_it_resumed(training, straight, capsys):
@@ -287,12 +287,12 @@ def test_validation_stands_at_the_same_steps_after_a_resume(training):
     with pytest.raises(SystemExit):
         training(*common, callbacks=(SignalAt(4, signal.SIGTERM),))
     training(*common, "ckpt_path=last")
-    found = {step: row["val/loss"] for step, row in training.metrics("straight").items()}
+    losses = {step: row["val/loss"] for step, row in training.metrics("straight").items()}
     # every 2 micro-batches are one step
-    assert all(found.values())
-    assert len(set(found.values())) > 3
+    assert all(losses.values())
+    assert len(set(losses.values())) > 3
     # that of step 3 was cut short by the signal
-    assert {step: row["val/loss"] for step, row in training.metrics().items()} == found
+    assert {step: row["val/loss"] for step, row in training.metrics().items()} == losses
     last = {run: (training.folder(run) / "validation.csv").read_bytes() for run in ("default", "straight")}
     assert last["default"] == last["straight"]
     assert last["default"].splitlines()[1].startswith(b"6,current,toy-")
@@ -357,11 +357,11 @@ def test_refused_starts_leave_the_run_as_it_was(two_steps, tmp_path_factory, ove
 
 
 def test_a_resume_tells_which_settings_changed(training, monkeypatch):
-    said = []
-    monkeypatch.setattr(run_module, "rank_zero_info", said.append)
+    messages = []
+    monkeypatch.setattr(run_module, "rank_zero_info", messages.append)
     training("trainer.max_steps=2")
-    said.clear()
-    changed = (
+    messages.clear()
+    overrides = (
         "ckpt_path=last",
         "optim.lr=0.001",
         "sparsity.sparsity=0.75",
@@ -371,18 +371,18 @@ def test_a_resume_tells_which_settings_changed(training, monkeypatch):
     with pytest.raises(
         ValueError, match=r"sparsity=0.5, the settings have 0.75; optim.lr=0.01, the settings have 0.001: "
     ):
-        training("trainer.max_steps=3", *changed)
-    training("trainer.max_steps=3", *changed, "resume.allow=[optim.lr,sparsity]")
-    told = [line for line in said if "differ" in line]
+        training("trainer.max_steps=3", *overrides)
+    training("trainer.max_steps=3", *overrides, "resume.allow=[optim.lr,sparsity]")
+    lines = [line for line in messages if "differ" in line]
     changes = "sparsity.sparsity 0.5 -> 0.75, optim.lr 0.01 -> 0.001, trainer.max_steps 2 -> 3"
-    assert told == [f"settings that differ from the checkpoint's: {changes}"]
+    assert lines == [f"settings that differ from the checkpoint's: {changes}"]
     sparsity, lr = training.last().state["allowed_changes"]
     assert sparsity == {"step": 2, "key": "sparsity.sparsity", "before": 0.5, "now": 0.75}
     assert lr == {"step": 2, "key": "optim.lr", "before": 0.01, "now": 0.001}
     # nothing changed: nothing is said
-    said.clear()
+    messages.clear()
     training("trainer.max_steps=3", "ckpt_path=last", "optim.lr=0.001", "sparsity.sparsity=0.75")
-    assert [line for line in said if "differ" in line] == []
+    assert [line for line in messages if "differ" in line] == []
     # the record goes on
     more = ("optim.lr=0.001", "sparsity.sparsity=0.75", "task.grad_clip=2", "resume.allow=[task.grad_clip]")
     training("trainer.max_steps=4", "ckpt_path=last", *more)
@@ -410,15 +410,15 @@ class FirstWeights(L.Callback):
 @pytest.mark.parametrize("with_ema", [True, False])
 def test_init_from_takes_weights_only(training, with_ema):
     training("run=first", *([] if with_ema else ["callbacks.ema=null"]))
-    first, seen = FirstWeights(), CountBatches()
+    first, counter = FirstWeights(), CountBatches()
     source = training.folder("first") / "checkpoints" / "step-00000004"
-    training(f"init_from={source}", "seed=3", "run=second", "trainer.max_steps=2", callbacks=(first, seen))
-    wanted = training.last("first").tensors("ema" if with_ema else "model")
-    assert_same(first.weights, wanted)
+    training(f"init_from={source}", "seed=3", "run=second", "trainer.max_steps=2", callbacks=(first, counter))
+    expected = training.last("first").tensors("ema" if with_ema else "model")
+    assert_same(first.weights, expected)
     assert (first.step, first.state) == (0, {})
-    assert seen.steps == [0, 1]
+    assert counter.steps == [0, 1]
     # warm-up begins again
-    assert seen.lrs == [0.005, 0.01]
+    assert counter.lrs == [0.005, 0.01]
     steps = {v.item() for k, v in training.last("second").tensors("optimizer").items() if k.endswith("/step")}
     assert steps == {2}
 
@@ -468,9 +468,9 @@ def test_sigterm_of_the_real_process(training, tiny_overrides, tmp_path, start):
         process.kill()
         process.wait()
     step = training.last().step
-    told = (tmp_path / "err").read_text()
-    assert "SIGTERM: saving after this step" in told
-    assert f"SIGTERM: saved {training.folder()}/checkpoints/step-{step:08d}, go on with ckpt_path=last" in told
+    output = (tmp_path / "err").read_text()
+    assert "SIGTERM: saving after this step" in output
+    assert f"SIGTERM: saved {training.folder()}/checkpoints/step-{step:08d}, go on with ckpt_path=last" in output
     assert step > 2
     losses = training.losses()
     assert sorted(losses) == list(range(1, step + 1))

@@ -75,17 +75,17 @@ class CountTeacher(L.Callback):
 
 def recorded(patch: pytest.MonkeyPatch) -> dict[str, torch.Tensor]:
     """Clips as they are handed to `write_clips`, by the last two parts of their folder; written twice is an error."""
-    found: dict[str, torch.Tensor] = {}
+    clips: dict[str, torch.Tensor] = {}
     write = samples_module.write_clips
 
     def keep(folder: Path, prompts, videos, record, **how):
         name = f"{folder.parent.name}/{folder.name}"
-        assert name not in found
-        found[name] = videos
+        assert name not in clips
+        clips[name] = videos
         write(folder, prompts, videos, record, **how)
 
     patch.setattr(samples_module, "write_clips", keep)
-    return found
+    return clips
 
 
 @pytest.fixture
@@ -96,11 +96,11 @@ def made(monkeypatch: pytest.MonkeyPatch) -> dict[str, torch.Tensor]:
 @pytest.fixture(scope="module")
 def sampled(dense: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[TinyTraining, dict, CountTeacher]:
     """A distillation that samples after both of its steps, its clips and the forwards of its teacher."""
-    training, counted = TinyTraining(tmp_path_factory.mktemp("sampled"), pytest.MonkeyPatch()), CountTeacher()
+    training, counter = TinyTraining(tmp_path_factory.mktemp("sampled"), pytest.MonkeyPatch()), CountTeacher()
     with pytest.MonkeyPatch.context() as patch:
         clips = recorded(patch)
-        training(*distillation(dense, *CLIPS, "run=d"), callbacks=(counted,))
-    return training, clips, counted
+        training(*distillation(dense, *CLIPS, "run=d"), callbacks=(counter,))
+    return training, clips, counter
 
 
 def record_of(folder: Path) -> dict:
@@ -108,15 +108,15 @@ def record_of(folder: Path) -> dict:
 
 
 def few_step_clips(run: Path, weights: str, **how) -> torch.Tensor:
-    loaded = load_run(run, weights=weights, device="cpu")  # type: ignore[arg-type]
-    return generate(loaded, PROMPTS, loaded.settings(seed=5, **how))
+    loaded_run = load_run(run, weights=weights, device="cpu")  # type: ignore[arg-type]
+    return generate(loaded_run, PROMPTS, loaded_run.settings(seed=5, **how))
 
 
 def test_student_average_and_teacher_are_sampled_as_their_checkpoints_are(training, dense, sampled):
-    runs, made, counted = sampled
+    runs, clips, counter = sampled
     folder = runs.folder("d")
     assert sorted(p.name for p in (folder / "samples").iterdir()) == [*STEPS, "teacher"]
-    assert set(made) == {"samples/teacher", *(f"{step}/{name}" for step in STEPS for name in ("student", "ema"))}
+    assert set(clips) == {"samples/teacher", *(f"{step}/{name}" for step in STEPS for name in ("student", "ema"))}
     for step in STEPS:
         assert {p.name for p in (folder / "samples" / step).iterdir()} == {"student", "ema", "side_by_side.png"}
         picture = Image.open(folder / "samples" / step / "side_by_side.png").convert("L")
@@ -124,8 +124,8 @@ def test_student_average_and_teacher_are_sampled_as_their_checkpoints_are(traini
         assert 3 * picture.height < picture.width < 1500
         assert np.asarray(picture).std() > 1
         own = {w: few_step_clips(folder / "checkpoints" / step, w) for w in ("model", "ema")}
-        assert torch.equal(made[f"{step}/student"], own["model"])
-        assert torch.equal(made[f"{step}/ema"], own["ema"])
+        assert torch.equal(clips[f"{step}/student"], own["model"])
+        assert torch.equal(clips[f"{step}/ema"], own["ema"])
         assert not torch.equal(own["model"], own["ema"])
         for name, weights in (("student", "model"), ("ema", "ema")):
             record = record_of(folder / "samples" / step / name)
@@ -133,25 +133,25 @@ def test_student_average_and_teacher_are_sampled_as_their_checkpoints_are(traini
             assert (record["steps"], record["guidance"], record["topk"], record["num_tiles"]) == (3, 1, 4, 8)
             assert record["step_list"] == [1000, 757, 522]
     # the average that the teacher starts from, sampled by hand
-    averaged, trained = (load_run(dense, weights=weights, device="cpu") for weights in ("ema", "model"))
+    ema_run, model_run = (load_run(dense, weights=weights, device="cpu") for weights in ("ema", "model"))
     how = {"seed": 5, "steps": 2, "guidance": 2.0, "flow_shift": 4.0}
-    wanted = generate(averaged, PROMPTS, averaged.settings(**how))
-    assert torch.equal(made["samples/teacher"], wanted)
+    expected = generate(ema_run, PROMPTS, ema_run.settings(**how))
+    assert torch.equal(clips["samples/teacher"], expected)
     record = record_of(folder / "samples" / "teacher")
     assert (record["steps"], record["guidance"], record["flow_shift"], record["step_list"]) == (2, 2, 4, None)
-    assert (record["checkpoint"], record["sparsity"]) == (averaged.source, 0)
+    assert (record["checkpoint"], record["sparsity"]) == (ema_run.source, 0)
     assert "step" not in record
     # controls: another seed, the trained weights, another shift
-    assert not torch.equal(wanted, generate(averaged, PROMPTS, averaged.settings(**{**how, "seed": 6})))
-    assert not torch.equal(wanted, generate(trained, PROMPTS, trained.settings(**how)))
-    assert not torch.equal(wanted, generate(averaged, PROMPTS, averaged.settings(**{**how, "flow_shift": 1.0})))
+    assert not torch.equal(expected, generate(ema_run, PROMPTS, ema_run.settings(**{**how, "seed": 6})))
+    assert not torch.equal(expected, generate(model_run, PROMPTS, model_run.settings(**how)))
+    assert not torch.equal(expected, generate(ema_run, PROMPTS, ema_run.settings(**{**how, "flow_shift": 1.0})))
     assert {"attention.png", "loss.png"} <= {p.name for p in folder.iterdir()}
     # what a distillation ends with is there; it did not validate
     assert list(logged_metrics(folder / "metrics.csv", DistillModule.headline)) == ["fake_score/loss", "dmd/gap"]
     # sampling leaves training alone and asks the teacher once: one forward of both halves a step
     silent = CountTeacher()
     training(*distillation(dense, "run=silent"), callbacks=(silent,))
-    assert counted.forwards == silent.forwards + 2
+    assert counter.forwards == silent.forwards + 2
     a, b = runs.tensors("d"), training.tensors("silent")
     assert set(a) == set(b)
     assert all(torch.equal(a[name], b[name]) for name in a)
@@ -159,12 +159,12 @@ def test_student_average_and_teacher_are_sampled_as_their_checkpoints_are(traini
 
 def test_the_teacher_is_sampled_once_more_after_a_resume_and_says_the_same(training, dense, made, sampled):
     runs, before, _ = sampled
-    half, resumed = runs.folder("d") / "checkpoints" / STEPS[0], CountTeacher()
-    training(*distillation(dense, *CLIPS, f"ckpt_path={half}"), callbacks=(resumed,))
+    half, counter = runs.folder("d") / "checkpoints" / STEPS[0], CountTeacher()
+    training(*distillation(dense, *CLIPS, f"ckpt_path={half}"), callbacks=(counter,))
     assert set(made) == {"samples/teacher", *(f"{STEPS[1]}/{name}" for name in ("student", "ema"))}
     assert all(torch.equal(clips, before[name]) for name, clips in made.items())
     # the resumed step holds an update of the generator, guided: two forwards
-    assert resumed.forwards == 2 + 2
+    assert counter.forwards == 2 + 2
 
 
 def test_points_of_the_schedule_are_the_students(training, dense, made):
@@ -186,14 +186,14 @@ def test_points_of_the_schedule_are_the_students(training, dense, made):
     assert (record["topk"], record["num_tiles"]) == (8, 8)
     # tensorboard has the same GIFs, and the picture
     sizes = {events.IMAGES: 0}
-    found = events.EventAccumulator(str(folder / "tensorboard"), size_guidance=sizes).Reload()
+    accumulator = events.EventAccumulator(str(folder / "tensorboard"), size_guidance=sizes).Reload()
     files = {f"samples/{name}": folder / "samples" / STEPS[0] / name for name in ("student/current", "student/dense")}
     files["samples/teacher"] = folder / "samples" / "teacher"
     tags = {f"{tag}/{gif.stem}": gif for tag, where in files.items() for gif in where.glob("*.gif")}
     assert len(tags) == 3 * len(PROMPTS)
-    assert set(found.Tags()["images"]) == {*tags, "samples/side_by_side"}
+    assert set(accumulator.Tags()["images"]) == {*tags, "samples/side_by_side"}
     for tag, gif in tags.items():
-        (event,) = found.Images(tag)
+        (event,) = accumulator.Images(tag)
         assert (event.step, event.height, event.width) == (1, 64, 64)
         assert event.encoded_image_string == gif.read_bytes()
 
@@ -261,12 +261,12 @@ def test_a_run_without_prompts_samples_captions_of_its_held_out_clips(training, 
     ids=["nothing held out", "teacher without a shift"],
 )
 def test_a_run_that_can_sample_nothing_says_how_to(training, dense, made, monkeypatch, overrides, why):
-    told = []
-    monkeypatch.setattr(samples_module, "rank_zero_info", told.append)
+    messages = []
+    monkeypatch.setattr(samples_module, "rank_zero_info", messages.append)
     if overrides == ("distill",):
         overrides = distillation(dense, "trainer.max_steps=1")
     training(*OWN, *overrides)
-    assert told == [f"no clips will be sampled ({why}): name captions with callbacks.samples.prompts=[...]"]
+    assert messages == [f"no clips will be sampled ({why}): name captions with callbacks.samples.prompts=[...]"]
     assert not made
 
 

@@ -70,9 +70,9 @@ def test_a_sweep_writes_no_secret(command_line, tmp_path, setting):
 def test_prompts_that_hold_a_secret_are_masked_in_files_and_their_names(training):
     prompts = "callbacks.samples.prompts=['a ${oc.env:MY_API_KEY} circle']"
     training("trainer.max_steps=2", prompts, "callbacks.samples.steps=1")
-    written = training.folder()
-    assert "a <secret> circle" in (written / "config.yaml").read_text()
-    assert list(written.rglob("000-a-secret-circle.mp4"))
+    run_folder = training.folder()
+    assert "a <secret> circle" in (run_folder / "config.yaml").read_text()
+    assert list(run_folder.rglob("000-a-secret-circle.mp4"))
     assert not places_of(CANARY, training.output)
     assert not places_of("c4n4ry", training.output)
     # resumed with the same setting, which stands in the checkpoint with the marker
@@ -91,6 +91,8 @@ def test_a_traceback_of_a_command_has_no_secret(tmp_path):
     code = "import vsa.cli\nvsa.cli.COMMANDS['info'] = 'defect:fail'\nvsa.cli.main(['info'])"
     path = os.pathsep.join((str(tmp_path), str(ROOT), str(ROOT / "kernels")))
     env = {**os.environ, "MY_API_KEY": CANARY, "PYTHONPATH": path}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, cwd=ROOT, check=False)
-    assert (done.returncode, CANARY in done.stdout + done.stderr) == (1, False)
-    assert "RuntimeError: a defect with <secret>" in done.stderr
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=env, cwd=ROOT, check=False
+    )
+    assert (result.returncode, CANARY in result.stdout + result.stderr) == (1, False)
+    assert "RuntimeError: a defect with <secret>" in result.stderr

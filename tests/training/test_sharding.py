@@ -46,7 +46,7 @@ def make_model(init: str, *, heads: int = 2, layers: int = 2, dense: bool = Fals
 @pytest.mark.parametrize("init", ["gpt_neox", "wan"])
 def test_sharded_weights_start_as_unsharded_ones(init):
     torch.manual_seed(3)
-    wanted = dict(make_model(init).named_parameters())
+    expected = dict(make_model(init).named_parameters())
     state = torch.get_rng_state()
     following = torch.rand(4)
 
@@ -58,22 +58,22 @@ def test_sharded_weights_start_as_unsharded_ones(init):
         same_state = torch.equal(torch.get_rng_state(), state) and torch.equal(torch.rand(4), following)
         parameters = dict(model.named_parameters())
         assert all(isinstance(p, DTensor) and p.requires_grad for p in parameters.values())
-        share = sum(local(p).numel() for p in parameters.values()) / sum(p.numel() for p in wanted.values())
+        share = sum(local(p).numel() for p in parameters.values()) / sum(p.numel() for p in expected.values())
         return (
-            {n: (whole(p) - wanted[n]).abs().max().item() for n, p in parameters.items()},
+            {n: (whole(p) - expected[n]).abs().max().item() for n, p in parameters.items()},
             same_state,
             share,
         )
 
     for differences, same_state, share in run_ranks(2, on_rank):
-        assert set(differences) == set(wanted)
+        assert set(differences) == set(expected)
         assert not any(differences.values())
         assert same_state
         # tables have one row, which the first rank holds
         assert 0.4 < share < 0.6
     # control: another draw
     torch.manual_seed(4)
-    assert any(not torch.equal(p, wanted[n]) for n, p in make_model(init).named_parameters())
+    assert any(not torch.equal(p, expected[n]) for n, p in make_model(init).named_parameters())
 
 
 def test_no_rank_ever_holds_the_whole_model():
@@ -82,9 +82,9 @@ def test_no_rank_ever_holds_the_whole_model():
 
     def peak_of(function) -> int:
         """The most bytes of tensors that a function holds at once, as the allocator counts them."""
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
             function()
-        events = [e for e in profiled.profiler.kineto_results.events() if e.name() == "[memory]"]
+        events = [e for e in prof.profiler.kineto_results.events() if e.name() == "[memory]"]
         return max(itertools.accumulate(e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())))
 
     def on_rank(rank: int) -> int:

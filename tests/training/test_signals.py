@@ -93,10 +93,10 @@ class SignalInValidation(L.Callback):
 def test_a_signal_leaves_a_validation_and_what_is_half_validated_is_not_logged(training):
     settings = ("trainer.val_check_interval=2", "data.val_fraction=0.4", "trainer.max_steps=4")
     training(*SMALL, *settings, "run=straight")
-    seen = SignalInValidation(signal.SIGTERM)
-    assert stopped(training, *settings, callbacks=(seen,)) == 143
+    callback = SignalInValidation(signal.SIGTERM)
+    assert stopped(training, *settings, callbacks=(callback,)) == 143
     # of at least three
-    assert seen.batches == 2
+    assert callback.batches == 2
     assert training.last().step == 2
     assert not training.metrics()[2].get("val/loss")
     training(*SMALL, *settings, "ckpt_path=last")
@@ -110,11 +110,11 @@ def test_a_signal_leaves_a_validation_and_what_is_half_validated_is_not_logged(t
 def test_a_signal_while_a_loader_starts_is_what_ends_the_run(training, told, monkeypatch):  # noqa: F811
     start = DataLoader.__iter__
 
-    def signalled(loader):
+    def signal_and_start(loader):
         os.kill(os.getpid(), signal.SIGTERM)
         return start(loader)
 
-    monkeypatch.setattr(DataLoader, "__iter__", signalled)
+    monkeypatch.setattr(DataLoader, "__iter__", signal_and_start)
     with pytest.raises(SystemExit) as stop, stopped_by_signals():
         training(*SMALL)
     assert stop.value.code == 143
@@ -143,11 +143,11 @@ def test_a_signal_is_not_lost_where_exceptions_are_dropped(training, told):  # n
 
 @pytest.mark.parametrize("starts", [1, 2], ids=["training", "validation"])
 def test_an_error_while_a_loader_starts_is_what_ends_the_run(training, monkeypatch, starts):
-    start, started = DataLoader.__iter__, []
+    start, loaders = DataLoader.__iter__, []
 
     def fails(loader):
-        started.append(loader)
-        if len(started) == starts:
+        loaders.append(loader)
+        if len(loaders) == starts:
             raise ValueError("no memory for another worker")
         return start(loader)
 
@@ -159,11 +159,11 @@ def test_an_error_while_a_loader_starts_is_what_ends_the_run(training, monkeypat
 def test_a_signal_in_a_save_waits_for_no_other_step(training, monkeypatch):
     write = Checkpointing._write
 
-    def signalled(callback, trainer, module, **options):
+    def write_and_signal(callback, trainer, module, **options):
         write(callback, trainer, module, **options)
         os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr(Checkpointing, "_write", signalled)
+    monkeypatch.setattr(Checkpointing, "_write", write_and_signal)
     assert stopped(training, "callbacks.checkpoint.every_n_steps=2", callbacks=()) == 143
     assert training.last().step == 2
 
@@ -212,13 +212,13 @@ def test_nothing_else_asks_the_queue(training, scontrol, number, setting):
 
 
 def test_a_launcher_that_queues_jobs_by_itself_keeps_its_signal(training, monkeypatch):
-    received = []
-    before = signal.signal(signal.SIGUSR2, lambda number, frame: received.append(number))
+    numbers = []
+    before = signal.signal(signal.SIGUSR2, lambda number, frame: numbers.append(number))
     try:
         training(*SMALL, "trainer.max_steps=2", callbacks=(SignalAt(0, signal.SIGUSR2),))
     finally:
         signal.signal(signal.SIGUSR2, before)
-    assert received == [signal.SIGUSR2]
+    assert numbers == [signal.SIGUSR2]
     assert training.last().step == 2
 
 
@@ -312,16 +312,16 @@ def test_max_time_is_not_left_to_lightning(training):
 
 
 def test_what_is_sent_to_a_whole_group_leaves_workers_alive():
-    started, ended = multiprocessing.Pipe()
+    receiver, sender = multiprocessing.Pipe()
 
     def work() -> None:
         leave_signals_to_parent()
-        ended.send("ready")
+        sender.send("ready")
         time.sleep(60)
 
     worker = multiprocessing.get_context("fork").Process(target=work)
     worker.start()
-    assert started.poll(30)
+    assert receiver.poll(30)
     for number in ENDING:
         # from another process than its parent
         subprocess.run(["/bin/sh", "-c", f"kill -{int(number)} {worker.pid}"], check=True)

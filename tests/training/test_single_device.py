@@ -61,13 +61,13 @@ def start(mesh: DeviceMesh | None = None, level: Level = "none") -> VideoDiT:
 def two_micro_batches(model: VideoDiT) -> Result:
     """Losses of two micro-batches, and the gradients of their sum."""
     generator = torch.Generator().manual_seed(1)
-    sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
     losses = []
     for last in (False, True):
         x, target = (torch.randn(2, 16, 4, 8, 8, generator=generator) for _ in range(2))
         text = torch.randn(2, 5, 24, generator=generator)
         timestep = 1000 * torch.rand(2, generator=generator)
-        for module in sharded:
+        for module in modules:
             module.set_requires_gradient_sync(last, recurse=False)
         loss = (model(x, timestep, text, topk=3).float() - target).square().mean()
         loss.backward()
@@ -143,23 +143,23 @@ def test_what_is_not_rounded_would_show(sharded, change):
 
 
 def test_a_region_that_is_computed_again_keeps_no_rounded_parameter():
-    kept: dict[Level, int] = {}
+    counts: dict[Level, int] = {}
     for level in LEVELS:
         model = start(level=level)
         shapes = {tuple(p.shape) for p in model.blocks.parameters() if p.dim() == 2}
         shapes |= {shape[::-1] for shape in shapes}
-        found = []
+        flags = []
 
-        def note(value: Tensor, shapes=shapes, found=found) -> Tensor:
-            found.append(value.dtype == torch.bfloat16 and tuple(value.shape) in shapes)
+        def note(value: Tensor, shapes=shapes, flags=flags) -> Tensor:
+            flags.append(value.dtype == torch.bfloat16 and tuple(value.shape) in shapes)
             return value
 
         text, timestep = torch.randn(1, 5, 24), torch.tensor([500.0])
         with torch.autograd.graph.saved_tensors_hooks(note, lambda value: value):
             model(torch.randn(1, 16, 4, 8, 8), timestep, text, topk=3)
-        kept[level] = sum(found)
+        counts[level] = sum(flags)
     # the text embedder and the head hold one each of such a shape
-    assert kept["none"] > kept["attention"] > kept["attention_mlp"] == kept["full"] <= 2
+    assert counts["none"] > counts["attention"] > counts["attention_mlp"] == counts["full"] <= 2
 
 
 def test_parameters_stay_what_they_are():
@@ -190,25 +190,25 @@ def test_a_module_that_cannot_round_is_named():
 
 
 def test_values_are_drawn_on_the_cpu_for_every_device():
-    made: list[dict[str, Tensor]] = []
+    models: list[dict[str, Tensor]] = []
 
     def make() -> VideoDiT:
         model = make_model()
-        made.append({name: p.detach() for name, p in model.named_parameters()})
+        models.append({name: p.detach() for name, p in model.named_parameters()})
         return model
 
     torch.manual_seed(3)
-    wanted, following = dict(make_model().named_parameters()), torch.rand(4)
+    expected, following = dict(make_model().named_parameters()), torch.rand(4)
     torch.manual_seed(3)
     # stands for any device that is not the CPU
     with torch.device("meta"):
         model = build_model(make, None, ParallelPlan())
         loaded_next = build_model(make, None, ParallelPlan(), initialise=None)
     assert torch.equal(torch.rand(4), following)
-    assert all(torch.equal(made[0][name], p) for name, p in wanted.items())
+    assert all(torch.equal(models[0][name], p) for name, p in expected.items())
     assert all(p.is_meta for p in [*model.parameters(), *loaded_next.parameters()])
     # no value is drawn where all are loaded
-    assert all(p.is_meta for p in made[1].values())
+    assert all(p.is_meta for p in models[1].values())
 
 
 # runs
@@ -252,14 +252,14 @@ class Networks(L.Callback):
 
 
 def test_runs_are_those_of_one_rank(training, teacher_dir):
-    chosen = settings_of(teacher_dir)
+    by_task = settings_of(teacher_dir)
 
     def on_rank(rank: int) -> None:
-        for task, settings in chosen.items():
+        for task, settings in by_task.items():
             training(*settings, *SHARDED, f"run={task}_sharded")
 
     run_ranks(1, on_rank)
-    for task, settings in chosen.items():
+    for task, settings in by_task.items():
         networks = Networks()
         training(*settings, f"run={task}", callbacks=(networks,))
         assert networks.dtypes == [torch.bfloat16] * {"pretrain": 1, "finetune": 2, "distill": 3}[task]
@@ -275,7 +275,7 @@ def test_runs_are_those_of_one_rank(training, teacher_dir):
             # adapters and gates alone are trained: nothing that is summed in another order
             assert all(torch.equal(a[name], b[name]) for name in a)
     # either goes on from the other's checkpoint, with its loss
-    pretrain = chosen["pretrain"]
+    pretrain = by_task["pretrain"]
     training(*resumed(training, pretrain, "pretrain_sharded"), "run=from_sharded")
     run_ranks(1, lambda rank: training(*resumed(training, pretrain, "pretrain"), *SHARDED, "run=to_sharded") and None)
     losses = {run: training.losses(run)[2] for run in ("pretrain", "pretrain_sharded", "from_sharded", "to_sharded")}

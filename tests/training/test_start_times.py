@@ -51,8 +51,8 @@ def test_a_run_says_it_once(training, caplog):
 
 
 def test_compilation_is_timed_and_shown_while_it_is_listened_to(monkeypatch):
-    shown: list[bool] = []
-    times = _CompileTimes(shown.append)
+    calls: list[bool] = []
+    times = _CompileTimes(calls.append)
 
     @torch.compile(backend="eager")
     def double(x):
@@ -60,15 +60,15 @@ def test_compilation_is_timed_and_shown_while_it_is_listened_to(monkeypatch):
 
     times.listen()
     double(torch.ones(3))
-    assert shown == [True, False]
+    assert calls == [True, False]
     seconds = times.seconds["torch.compile"]
     assert seconds > 0
     # nothing is compiled again
     double(torch.ones(3))
-    assert shown == [True, False]
+    assert calls == [True, False]
     times.stop()
     torch.compile(nn.Identity(), backend="eager")(torch.ones(2))
-    assert (shown, times.seconds["torch.compile"]) == ([True, False], seconds)
+    assert (calls, times.seconds["torch.compile"]) == ([True, False], seconds)
 
 
 def test_triton_kernels_are_timed_and_a_listener_of_others_stays():

@@ -106,8 +106,8 @@ def gpu_trace():
 
 def test_every_microsecond_of_a_device_has_one_kind():
     times = step_times(gpu_trace(), "window", 2)
-    spent = {kind: 2e3 * ms for kind, ms in times.milliseconds.items() if ms}
-    assert spent == pytest.approx(
+    microseconds = {kind: 2e3 * ms for kind, ms in times.milliseconds.items() if ms}
+    assert microseconds == pytest.approx(
         {
             OPERATOR: 50,
             ATTENTION: 100 + 20,
@@ -177,9 +177,9 @@ def test_every_attention_of_torch_has_its_factors_where_they_are_read():
 def test_attention_of_a_trace_is_counted_once_forward_and_backward(tmp_path, masked):
     q, k, v = (torch.randn(2, 3, n, 4, requires_grad=True) for n in (20, 6, 6))
     mask = torch.ones(2, 1, 1, 6, dtype=torch.bool) if masked else None
-    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiled, record_function("mine"):
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as prof, record_function("mine"):
         scaled_dot_product_attention(q, k, v, attn_mask=mask).sum().backward()
-    profiled.export_chrome_trace(str(tmp_path / "trace.json"))
+    prof.export_chrome_trace(str(tmp_path / "trace.json"))
     times = step_times(json.loads((tmp_path / "trace.json").read_text())["traceEvents"], "mine", 1)
     assert times.flops == {LINEAR: 0, ATTENTION: 14 * 2 * 3 * 20 * 6 * 4}
 
@@ -209,16 +209,18 @@ def test_the_thread_of_the_window_decides_where_there_is_no_device():
         event("cpu_op", "aten::_foreach_lerp_", 410, 50),
         event("cpu_op", "aten::mm", 0, 900, tid=3, **MM),
     ]
-    spent = {kind: 1e3 * ms for kind, ms in step_times(trace, "window", 1).milliseconds.items() if ms}
-    assert spent == pytest.approx({ELEMENTWISE: 20 + 40, LINEAR: 60, "averaged weights": 50, DATA: 80, HOST: 750})
+    microseconds = {kind: 1e3 * ms for kind, ms in step_times(trace, "window", 1).milliseconds.items() if ms}
+    assert microseconds == pytest.approx(
+        {ELEMENTWISE: 20 + 40, LINEAR: 60, "averaged weights": 50, DATA: 80, HOST: 750}
+    )
 
 
 def test_a_trace_of_torch_is_read(tmp_path):
     a, b = torch.randn(64, 32), torch.randn(32, 128)
-    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiled, record_function("mine"):
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as prof, record_function("mine"):
         for _ in range(3):
             (a @ b).relu_()
-    profiled.export_chrome_trace(str(tmp_path / "trace.json"))
+    prof.export_chrome_trace(str(tmp_path / "trace.json"))
     trace = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     times = step_times(trace, "mine", 3)
     assert times.flops[LINEAR] == 2 * 64 * 32 * 128
@@ -236,6 +238,6 @@ def test_a_trace_of_torch_is_read(tmp_path):
 def test_a_union_holds_what_any_interval_holds(spans):
     intervals = [(a, a + n) for a, n in spans]
     union = merged(intervals)
-    held = {i for a, b in union for i in range(int(a), int(b))}
-    assert held == {i for a, b in intervals for i in range(a, b)}
+    points = {i for a, b in union for i in range(int(a), int(b))}
+    assert points == {i for a, b in intervals for i in range(a, b)}
     assert all(b < c for (_, b), (c, _) in pairwise(union))

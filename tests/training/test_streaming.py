@@ -86,9 +86,9 @@ def test_a_run_is_killed_and_goes_on(train, training, shards, caplog, workers):
         with pytest.raises(RuntimeError, match="killed"):
             train(server.url, *options, callbacks=(before, Killed(7)))
         assert "each seen at least once an epoch: a resumed run begins at a boundary of shards" in caplog.text
-        saved = training.last()
-        assert saved.step == 6
-        stream = saved.state["stream"]
+        checkpoint = training.last()
+        assert checkpoint.step == 6
+        stream = checkpoint.state["stream"]
         # 24 samples were drawn, 6 (of each worker) lie in the buffer
         assert stream["epoch"] == 0
         assert 0 <= stream["shards"] <= 2
@@ -120,10 +120,10 @@ def test_two_ranks_go_on_as_one(train, training, shards):
     """24 of 40 samples on two ranks with two workers each, then the rest in one process."""
 
     def on_rank(rank: int) -> list[str]:
-        seen = Seen()
+        callback = Seen()
         options = ("trainer=fsdp", "trainer.accelerator=cpu", "trainer.max_steps=6", "data.num_workers=2")
-        train(shards, *options, callbacks=(seen,))
-        return [name for ids in seen.ids.values() for name in ids]
+        train(shards, *options, callbacks=(callback,))
+        return [name for ids in callback.ids.values() for name in ids]
 
     first, second = run_ranks(2, on_rank)
     assert len(first) == len(second) == 12
@@ -147,24 +147,24 @@ def test_two_straight_runs_are_one(train, training, shards):
 
 def test_a_rollback_mixes_the_shards_differently(train, training, shards):
     """A batch times forty takes the run back; the steps are drawn again, other samples with other noise."""
-    drawn: list[tuple[int, tuple[str, ...], tuple[int, ...]]] = []
+    draws: list[tuple[int, tuple[str, ...], tuple[int, ...]]] = []
 
     class Outlier(L.Callback):
         def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-            if batch.step == 11 and not any(step == 11 for step, _, _ in drawn):
+            if batch.step == 11 and not any(step == 11 for step, _, _ in draws):
                 batch.latents.mul_(40)
-            drawn.append((batch.step, batch.sample_ids, tuple(batch.seeds.tolist())))
+            draws.append((batch.step, batch.sample_ids, tuple(batch.seeds.tolist())))
 
-    watched = ("callbacks=loss_spikes", "callbacks.loss_spikes.least=6", "trainer.max_steps=14")
-    train(shards, *watched, callbacks=(Outlier(),))
+    settings = ("callbacks=loss_spikes", "callbacks.loss_spikes.least=6", "trainer.max_steps=14")
+    train(shards, *settings, callbacks=(Outlier(),))
     assert training.last().state["skipped_windows"] == [[10, 11]]
     assert sorted(training.losses()) == list(range(1, 15))
     for step in (10, 11):
-        first, second = [draw for draw in drawn if draw[0] == step]
+        first, second = [draw for draw in draws if draw[0] == step]
         assert first[1] != second[1]
         assert not set(first[2]) & set(second[2])
     # the control: steps outside the window are drawn once
-    assert len([draw for draw in drawn if draw[0] == 9]) == 1
+    assert len([draw for draw in draws if draw[0] == 9]) == 1
 
 
 def test_bad_samples_are_counted_and_too_many_stop_the_run(train, training, shards):

@@ -115,40 +115,42 @@ def test_the_loss_falls(training):
 
 
 def test_a_log_line_is_of_all_samples_since_the_last_one(training, monkeypatch):
-    seen: list[dict] = []
+    micro_batches: list[dict] = []
     loss_terms = PretrainModule.loss_terms
 
     def spy(self, *args):
         terms = loss_terms(self, *args)
         share = (terms.weights * terms.mse).sum() / terms.total_weight
-        seen.append({"mse": terms.mse.detach().double(), "sigmas": terms.sigmas, "loss": float(share.detach())})
+        micro_batches.append(
+            {"mse": terms.mse.detach().double(), "sigmas": terms.sigmas, "loss": float(share.detach())}
+        )
         return terms
 
     monkeypatch.setattr(PretrainModule, "loss_terms", spy)
-    weighted = (*INVARIANCE, "trainer.accumulate_grad_batches=2", "trainer.log_every_n_steps=3", "trainer.max_steps=6")
-    training(*weighted)
+    settings = (*INVARIANCE, "trainer.accumulate_grad_batches=2", "trainer.log_every_n_steps=3", "trainer.max_steps=6")
+    training(*settings)
     assert sorted(training.losses()) == [3, 6]
-    for step, part in ((3, seen[:6]), (6, seen[6:])):
+    for step, part in ((3, micro_batches[:6]), (6, micro_batches[6:])):
         row = training.metrics()[step]
         assert float(row["train/loss"]) == pytest.approx(sum(micro["loss"] for micro in part) / 3, rel=1e-6)
         sigmas = torch.cat([micro["sigmas"] for micro in part]).tolist()
         mse = torch.cat([micro["mse"] for micro in part]).tolist()
         for decile in range(10):
             own = [loss for loss, s in zip(mse, sigmas, strict=True) if decile <= 10 * s < decile + 1]
-            logged = row.get(f"train/loss_decile_{decile}", "")
-            assert bool(own) == bool(logged), decile
+            value = row.get(f"train/loss_decile_{decile}", "")
+            assert bool(own) == bool(value), decile
             if own:
-                assert float(logged) == pytest.approx(sum(own) / len(own), rel=1e-6), decile
+                assert float(value) == pytest.approx(sum(own) / len(own), rel=1e-6), decile
     # control: one step alone is something else
-    assert seen[-1]["loss"] + seen[-2]["loss"] != pytest.approx(float(training.losses()[6]), rel=1e-3)
+    assert micro_batches[-1]["loss"] + micro_batches[-2]["loss"] != pytest.approx(float(training.losses()[6]), rel=1e-3)
 
 
 @pytest.mark.parametrize("interval", [2, 3, 100])
 def test_a_run_validates_at_its_last_step(training, interval):
     training("trainer.max_steps=3", f"trainer.val_check_interval={interval}", "callbacks.samples=null")
     metrics = training.metrics()
-    validated = [step for step in sorted(metrics) if metrics[step].get("val/loss")]
-    assert validated == ([2, 3] if interval == 2 else [3])
+    steps = [step for step in sorted(metrics) if metrics[step].get("val/loss")]
+    assert steps == ([2, 3] if interval == 2 else [3])
     assert not metrics[1].get("val/loss")
 
 
@@ -233,18 +235,18 @@ def test_ema_is_the_average_written_by_hand(training, decay, warmup, accumulate)
         d = min(decay, (1 + n) / (10 + n)) if warmup else decay
         average = {name: d * average[name] + (1 - d) * now[name].double() for name in now}
         averages.append(average)
-    saved = training.last().tensors("ema")
-    assert all(t.dtype == torch.float32 for t in saved.values())
-    assert largest_difference(saved, averages[-1]) < 1e-6
+    ema = training.last().tensors("ema")
+    assert all(t.dtype == torch.float32 for t in ema.values())
+    assert largest_difference(ema, averages[-1]) < 1e-6
     # control: the weights themselves, and the average of one step before, are further away
-    assert largest_difference(saved, watch.after[-1]) > 1e-4
-    assert largest_difference(saved, averages[-2]) > 1e-4
+    assert largest_difference(ema, watch.after[-1]) > 1e-4
+    assert largest_difference(ema, averages[-2]) > 1e-4
     assert len(watch.validated) == 5
-    for seen, wanted in zip(watch.validated, averages, strict=True):
-        assert largest_difference(seen, wanted) < 1e-6
+    for actual, expected in zip(watch.validated, averages, strict=True):
+        assert largest_difference(actual, expected) < 1e-6
     # training goes on with its own weights, bit for bit
-    for began, ended in zip(watch.restored[1:], watch.after[1:-1], strict=True):
-        assert largest_difference(began, ended) == 0
+    for start, end in zip(watch.restored[1:], watch.after[1:-1], strict=True):
+        assert largest_difference(start, end) == 0
 
 
 def test_ema_warmup_ends_at_the_decay():
@@ -279,11 +281,11 @@ class BadGradient(L.Callback):
 def test_a_step_with_a_non_finite_gradient_changes_nothing(training):
     bad = BadGradient((1, 3), (math.nan, -math.inf))
     training("trainer.max_steps=5", callbacks=(bad,))
-    for skipped in (1, 3):
-        before, after = bad.states[skipped - 1], bad.states[skipped]
+    for step in (1, 3):
+        before, after = bad.states[step - 1], bad.states[step]
         assert set(before) == set(after)
         assert all(torch.equal(before[n], after[n]) for n in before)
-        assert any(not torch.equal(after[n], bad.states[skipped + 1][n]) for n in after if n.startswith("ema/"))
+        assert any(not torch.equal(after[n], bad.states[step + 1][n]) for n in after if n.startswith("ema/"))
     assert all(torch.isfinite(v).all() for v in bad.states[-1].values())
     # the skipped steps count as steps of the schedule and the data, not of the moments
     assert {v.item() for n, v in training.last().tensors("optimizer").items() if n.endswith("/step")} == {3}
@@ -359,8 +361,8 @@ def test_throughput_counts_what_a_hand_count_gives(training):
         assert float(row["throughput/tflops_executed"]) * seconds * 1e12 == pytest.approx(sample * 4, rel=1e-6)
         dense = float(row["throughput/tflops_dense_equivalent"]) / float(row["throughput/tflops_executed"])
         parameters = sum(v.numel() for n, v in training.last().tensors("model").items() if "to_gate_" not in n)
-        wanted = 6 * parameters * tokens + 3.5 * 4 * dim * layers * tokens**2
-        assert dense == pytest.approx(wanted / sample, rel=1e-6)
+        dense_flops = 6 * parameters * tokens + 3.5 * 4 * dim * layers * tokens**2
+        assert dense == pytest.approx(dense_flops / sample, rel=1e-6)
         assert (float(row["sparsity/topk"]), float(row["sparsity/density"])) == (topk, topk / tiles)
         assert float(row["sparsity/tile_pairs"]) == topk * tiles
     assert training.last().state["flops_total"] == sample * 16
@@ -377,10 +379,10 @@ SAMPLES = (
 
 
 def test_samples_are_clips_of_the_averaged_weights(training, monkeypatch):
-    made, write = [], samples_module.write_clips
+    batches, write = [], samples_module.write_clips
 
     def keep(folder, prompts, videos, *args, **kwargs):
-        made.append(videos)
+        batches.append(videos)
         write(folder, prompts, videos, *args, **kwargs)
 
     monkeypatch.setattr(samples_module, "write_clips", keep)
@@ -391,15 +393,15 @@ def test_samples_are_clips_of_the_averaged_weights(training, monkeypatch):
         clips = folder / "samples" / f"step-{step:08d}"
         record = json.loads((clips / "samples.json").read_text())
         assert (record["step"], record["weights"], record["topk"]) == (step, "ema", 4)
-        wanted = {c[kind] for c in record["clips"] for kind in ("mp4", "gif")}
-        assert {p.name for p in clips.iterdir()} == {*wanted, "samples.json", "contact_sheet.png"}
+        files = {c[kind] for c in record["clips"] for kind in ("mp4", "gif")}
+        assert {p.name for p in clips.iterdir()} == {*files, "samples.json", "contact_sheet.png"}
         by_weights = {}
         for kind in ("ema", "model"):
             run = load_run(folder / "checkpoints" / f"step-{step:08d}", weights=kind, device="cpu")
             settings = run.settings(seed=record["seed"], steps=2, guidance=2.0)
             by_weights[kind] = generate(run, [c["prompt"] for c in record["clips"]], settings)
-        assert torch.equal(made[step // 2 - 1], by_weights["ema"])
-        assert not torch.equal(made[step // 2 - 1], by_weights["model"])
+        assert torch.equal(batches[step // 2 - 1], by_weights["ema"])
+        assert not torch.equal(batches[step // 2 - 1], by_weights["model"])
         for clip, video in zip(record["clips"], by_weights["ema"], strict=True):
             assert read_video(clips / clip["mp4"])[0].shape == video.shape
     assert {"attention.png", "loss.png"} <= {p.name for p in folder.iterdir()}
@@ -445,8 +447,8 @@ def test_debug_overfit_drives_the_loss_down(training):
 
 
 def test_debug_profile_says_where_the_time_goes(training, monkeypatch):
-    told = []
-    monkeypatch.setattr(step_profile, "rank_zero_info", told.append)
+    messages = []
+    monkeypatch.setattr(step_profile, "rank_zero_info", messages.append)
     trainer = training("debug=profile", "trainer.max_steps=5")
     # two steps as they are and two traced, after the first
     assert trainer.global_step == 5
@@ -457,7 +459,7 @@ def test_debug_profile_says_where_the_time_goes(training, monkeypatch):
     )
     assert {"sparse attention operator", "linear layers", "optimizer"} <= set(record["kinds"])
     assert record["kinds"]["linear layers"]["floor"] > 0
-    assert any("the step without the profiler" in line for line in told)
+    assert any("the step without the profiler" in line for line in messages)
     with pytest.raises(ValueError, match=r"at least 3 steps, trainer\.max_steps=2 leaves 2"):
         training("debug=profile", "trainer.max_steps=2")
 

@@ -65,9 +65,9 @@ def config(training: Any, attention: str, *own: str) -> Any:
 @pytest.mark.parametrize("attention", UNSELECTIVE)
 def test_a_typed_topk_is_refused_before_anything_is_written(training, attention):
     cfg = config(training, attention, *UNSELECTIVE[attention])
-    typed = Typed.of(hydra("seed=0", "sparsity.sparsity=null", "++sparsity.topk=2", attention=attention))
+    settings = Typed.of(hydra("seed=0", "sparsity.sparsity=null", "++sparsity.topk=2", attention=attention))
     with pytest.raises(ValueError, match=f"^sparsity.topk=2 has no meaning for attention={attention}: it selects no"):
-        run_module.train(cfg, typed)
+        run_module.train(cfg, settings)
     assert not training.output.exists()
 
 
@@ -85,20 +85,20 @@ def test_what_the_attention_has_a_use_for_is_not_refused(training, attention, wo
 
 
 def test_a_run_of_its_own_config_has_no_groups():
-    saved = hydra("name=again")
-    saved.runtime.choices = {}
-    Typed.of(saved).refuse_without_selection()
+    cfg = hydra("name=again")
+    cfg.runtime.choices = {}
+    Typed.of(cfg).refuse_without_selection()
 
 
 @pytest.mark.parametrize("word", ["sparsity.denoising.refresh=2", "sparsity.denoising.shared_cache=true"])
 def test_selections_without_a_topk_may_be_kept(word):
-    typed = Typed.of(hydra(word, attention="sparge"))
-    typed.refuse_without_selection(predicts=True)
+    settings = Typed.of(hydra(word, attention="sparge"))
+    settings.refuse_without_selection(predicts=True)
     assert without_tiles_kept([word, "sparsity.topk=2"], predicts=True) == (word,)
     with pytest.raises(ValueError, match=r"^sparsity\.topk=2 has no meaning for attention=sparge: it has no top-k$"):
         Typed.of(hydra("sparsity.topk=2", attention="sparge")).refuse_without_selection(predicts=True)
     with pytest.raises(ValueError, match="has no meaning for attention=sparge"):
-        typed.refuse_without_selection()
+        settings.refuse_without_selection()
 
 
 def test_jobs_of_one_command_share_what_only_some_have_a_use_for():

@@ -56,17 +56,17 @@ def test_a_run_trains_to_its_end_whatever_the_server_does(mood, training, monkey
     caplog.set_level("INFO")
     with server_at(mood, monkeypatch) as server:
         training("logger=wandb", "logger.wandb.offline=false", "trainer.max_steps=4")
-        said = told(capsys, caplog)
+        output = told(capsys, caplog)
         assert training.last().step == 4
         assert len(training.losses()) == 4
-        (kept,) = (training.folder() / "wandb").glob("*run-*/*.wandb")
-        online = not kept.parent.name.startswith("offline")
+        (path,) = (training.folder() / "wandb").glob("*run-*/*.wandb")
+        online = not path.parent.name.startswith("offline")
         assert online == (mood in ("answers", "dies"))
-        assert ("kept offline" in said) == (not online)
+        assert ("kept offline" in output) == (not online)
         # what did not arrive lies there for the command that is told
-        sync = re.search(r"wandb sync (\S+)", said)
+        sync = re.search(r"wandb sync (\S+)", output)
         assert (sync is None) == (mood == "answers")
-        assert sync is None or Path(sync[1]) == kept.parent
+        assert sync is None or Path(sync[1]) == path.parent
         assert server.got_metrics.is_set() == online
         if mood == "answers":
             assert any("train/loss" in body for body in server.bodies)

@@ -21,19 +21,19 @@ def kept_tiles(q: Tensor, k: Tensor, q_tokens: int, kv_tokens: int, top_p: float
 
 def _kept(q: Tensor, k: Tensor, q_tokens: int, kv_tokens: int, top_p: float) -> list[set[int]]:
     keys = [sum(k[i] for i in tile) / len(tile) for tile in runs(len(k), kv_tokens)]
-    kept = []
+    selections = []
     for tile in runs(len(q), q_tokens):
         query = sum(q[i] for i in tile) / len(tile)
         logits = [float(query @ key) / math.sqrt(q.shape[1]) for key in keys]
         weights = [math.exp(x - max(logits)) for x in logits]
-        chosen, mass = set[int](), 0.0
+        selection, mass = set[int](), 0.0
         for j in sorted(range(len(keys)), key=lambda j: (-weights[j], j)):
             if mass >= top_p * sum(weights) and top_p < 1:
                 break
-            chosen.add(j)
+            selection.add(j)
             mass += weights[j]
-        kept.append(chosen)
-    return kept
+        selections.append(selection)
+    return selections
 
 
 def greedy_groups(rows: Sequence[set[int]], size: int) -> list[list[int]]:

@@ -39,10 +39,10 @@ def tensors_of(length, *, seed=0, kv_heads=2, batch=1, dtype=torch.float64):
 def run(method, segments, tensors, **context):
     """Output in the order the tokens arrive in, and what the layer recorded."""
     layout = method.layout([Segment(s) if isinstance(s, tuple) else s for s in segments], "cpu")
-    recorded = {}
-    ctx = AttnContext(layout=layout, topk=1, recorder=lambda _, tensors: recorded.update(tensors), **context)
+    records = {}
+    ctx = AttnContext(layout=layout, topk=1, recorder=lambda _, tensors: records.update(tensors), **context)
     parts = [layout.permute(x) for x in tensors]
-    return layout.unpermute(method(*parts, {}, ctx)), recorded
+    return layout.unpermute(method(*parts, {}, ctx)), records
 
 
 @st.composite
@@ -80,7 +80,7 @@ def check(setting):
     grid, seed = setting.pop("grid"), setting.pop("seed")
     length, method = math.prod(grid), method_of(**setting)
     q, k, v = tensors_of(length, seed=seed)
-    out, recorded = run(method, [grid], (q, k, v))
+    out, records = run(method, [grid], (q, k, v))
     rows = kept_tiles(q[0], k[0], setting["q_tokens"], setting["kv_tokens"], setting["top_p"])
     masks, size = [], 128 // setting["q_tokens"] if setting["attended"] == "union" else 1
     for head in rows:
@@ -90,8 +90,8 @@ def check(setting):
         masks.append(token_mask(head, groups, length, setting["q_tokens"], setting["kv_tokens"]))
     mask = torch.stack(masks)
     torch.testing.assert_close(out, attention(q, k, v, mask), rtol=1e-9, atol=1e-9)
-    seen = recorded_index(recorded).to_dense(-(-length // setting["kv_tokens"]))
-    assert torch.equal(seen[0], mask[:, :: setting["q_tokens"], :: setting["kv_tokens"]])
+    selection = recorded_index(records).to_dense(-(-length // setting["kv_tokens"]))
+    assert torch.equal(selection[0], mask[:, :: setting["q_tokens"], :: setting["kv_tokens"]])
 
 
 def test_a_mask_of_other_means_fails_the_comparison():
@@ -106,9 +106,9 @@ def test_a_mask_of_other_means_fails_the_comparison():
 @pytest.mark.parametrize("order", ["raster", "hilbert"])
 def test_all_of_the_mass_is_full_attention(order):
     q, k, v = tensors_of(210, batch=2, kv_heads=1)
-    out, recorded = run(method_of(q_tokens=16, kv_tokens=8, top_p=1, order=order), [(5, 6, 7)], (q, k, v))
+    out, records = run(method_of(q_tokens=16, kv_tokens=8, top_p=1, order=order), [(5, 6, 7)], (q, k, v))
     torch.testing.assert_close(out, dense_attn(q, k, v))
-    assert (recorded["kept_density"] == 1).all()
+    assert (records["kept_density"] == 1).all()
     less, _ = run(method_of(q_tokens=16, kv_tokens=8, top_p=0.5, order=order), [(5, 6, 7)], (q, k, v))
     assert not torch.allclose(less, dense_attn(q, k, v))
 
@@ -116,12 +116,12 @@ def test_all_of_the_mass_is_full_attention(order):
 def test_equal_tiles_select_by_the_row_rule_on_mean_scores():
     q, k, v = tensors_of(200)
     method = method_of(q_tokens=32, kv_tokens=32, top_p=0.7, attended="tile")
-    _, recorded = run(method, [(1, 10, 20)], (q, k, v))
+    _, records = run(method, [(1, 10, 20)], (q, k, v))
     means = [torch.stack([x[:, i : i + 32].mean(1) for i in range(0, 200, 32)], 2) for x in (q, k)]
     scores = means[0] @ means[1].transpose(-1, -2) / 8**0.5
-    want = select_blocks(scores, RowRule(top_p=0.7, crossing="keep")).to_dense(7)
-    assert torch.equal(recorded_index(recorded).to_dense(7), want)
-    torch.testing.assert_close(recorded["scores"], scores)
+    expected = select_blocks(scores, RowRule(top_p=0.7, crossing="keep")).to_dense(7)
+    assert torch.equal(recorded_index(records).to_dense(7), expected)
+    torch.testing.assert_close(records["scores"], scores)
 
 
 def test_tokens_of_a_tile_may_change_places():
@@ -130,9 +130,9 @@ def test_tokens_of_a_tile_may_change_places():
     g = torch.Generator().manual_seed(0)
     within = torch.cat([tile[torch.randperm(len(tile), generator=g)] for tile in torch.arange(200).split(16)])
     plain, first = run(method, [(1, 10, 20)], (q, k, v))
-    moved, second = run(method, [(1, 10, 20)], (q[:, within], k[:, within], v[:, within]))
+    out, second = run(method, [(1, 10, 20)], (q[:, within], k[:, within], v[:, within]))
     assert torch.equal(*(recorded_index(r).to_dense(13) for r in (first, second)))
-    torch.testing.assert_close(moved, plain[:, within])
+    torch.testing.assert_close(out, plain[:, within])
     _, third = run(method, [(1, 10, 20)], (q, k[:, torch.randperm(200, generator=g)], v))
     assert not torch.equal(*(recorded_index(r).to_dense(13) for r in (first, third)))
 
@@ -145,8 +145,8 @@ def test_hilbert_order_changes_the_tiles():
     out, _ = run(hilbert, [grid], (q, k, v))
     assert not torch.allclose(out, raster)
     order = hilbert.layout([Segment(grid)]).order
-    moved, _ = run(method_of(**options), [grid], [x[:, order] for x in (q, k, v)])
-    torch.testing.assert_close(out[:, order], moved)
+    expected, _ = run(method_of(**options), [grid], [x[:, order] for x in (q, k, v)])
+    torch.testing.assert_close(out[:, order], expected)
 
 
 @pytest.mark.parametrize("attended", ["union", "tile"])
@@ -158,7 +158,7 @@ def test_texts_and_samples(attended):
     ]
     q, k, v = tensors_of(129)
     method = method_of(q_tokens=16, kv_tokens=16, top_p=0.6, attended=attended)
-    out, recorded = run(method, segments, (q, k, v))
+    out, records = run(method, segments, (q, k, v))
     samples = []
     for start, stop, text in ((0, 75, 5), (75, 129, 0)):
         parts = [x[:, start:stop] for x in (q, k, v)]
@@ -169,7 +169,7 @@ def test_texts_and_samples(attended):
             mask[h, text:, text:] = token_mask(head, groups, stop - start - text, 16, 16)
         samples.append(attention(*parts, mask))
     torch.testing.assert_close(out, torch.cat(samples, 1))
-    assert (recorded["kept_density"] <= recorded["merged_density"]).all()
+    assert (records["kept_density"] <= records["merged_density"]).all()
     assert method.pairs(method.layout(segments), 1) == 75**2 + 54**2
 
 
@@ -203,26 +203,28 @@ def test_densities_are_those_before_and_after_merging():
     _, union = run(method_of(q_tokens=16, kv_tokens=8, top_p=0.6), [(1, 10, 23)], (q, k, v))
     _, tile = run(method_of(q_tokens=16, kv_tokens=8, top_p=0.6, attended="tile"), [(1, 10, 23)], (q, k, v))
     rows = kept_tiles(q[0], k[0], 16, 8, 0.6)
-    kept = [token_mask(head, [[i] for i in range(15)], 230, 16, 8).double().mean() for head in rows]
-    merged = [token_mask(head, greedy_groups(head, 8), 230, 16, 8).double().mean() for head in rows]
-    for recorded in (union, tile):
-        torch.testing.assert_close(recorded["kept_density"][0], torch.stack(kept))
-        torch.testing.assert_close(recorded["merged_density"][0], torch.stack(merged))
+    row_densities = [token_mask(head, [[i] for i in range(15)], 230, 16, 8).double().mean() for head in rows]
+    group_densities = [token_mask(head, greedy_groups(head, 8), 230, 16, 8).double().mean() for head in rows]
+    for records in (union, tile):
+        torch.testing.assert_close(records["kept_density"][0], torch.stack(row_densities))
+        torch.testing.assert_close(records["merged_density"][0], torch.stack(group_densities))
     assert (union["kept_density"] < union["merged_density"]).all()
 
 
 def test_gradients_are_those_of_the_constant_mask():
     inputs = [x.requires_grad_() for x in tensors_of(100)]
     method = method_of(q_tokens=16, kv_tokens=8, top_p=0.6, allow_training=True)
-    out, recorded = run(method, [(1, 10, 10)], inputs)
+    out, records = run(method, [(1, 10, 10)], inputs)
     layout = method.layout([Segment((1, 10, 10))])
-    index = recorded_index(recorded)
+    index = recorded_index(records)
     with torch.no_grad():
         plain, _ = run(method, [(1, 10, 10)], inputs)
     torch.testing.assert_close(out, plain)
-    want, _ = block_sparse_attn(*inputs, index, q_blocks=layout.blocks, kv_blocks=layout.kv_blocks, backend="reference")
+    expected, _ = block_sparse_attn(
+        *inputs, index, q_blocks=layout.blocks, kv_blocks=layout.kv_blocks, backend="reference"
+    )
     weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)
-    pairs = zip(*(torch.autograd.grad((x * weights).sum(), inputs) for x in (out, want)), strict=True)
+    pairs = zip(*(torch.autograd.grad((x * weights).sum(), inputs) for x in (out, expected)), strict=True)
     for ours, theirs in pairs:
         torch.testing.assert_close(ours, theirs)
         assert theirs.abs().max() > 0
@@ -247,19 +249,19 @@ def test_denoising_keeps_the_lists_and_dense_layers_are_dense():
     layout = method.layout([Segment((1, 10, 10))])
 
     def lists(tensors, **how):
-        seen = {}
+        records = {}
         denoising = DenoisingPass(owner="x", cache=cache, **how)
-        ctx = AttnContext(layout=layout, topk=1, denoising=denoising, recorder=lambda _, t: seen.update(t)).layer(0)
-        return method(*tensors, {}, ctx), seen
+        ctx = AttnContext(layout=layout, topk=1, denoising=denoising, recorder=lambda _, t: records.update(t)).layer(0)
+        return method(*tensors, {}, ctx), records
 
-    _, kept = lists(first, refresh=True)
-    _, reused = lists(later, refresh=False)
+    _, initial = lists(first, refresh=True)
+    _, reuse = lists(later, refresh=False)
     _, fresh = lists(later, refresh=True)
-    assert torch.equal(kept["kv_indices"], reused["kv_indices"])
-    assert not torch.equal(reused["kv_num_blocks"], fresh["kv_num_blocks"])
-    out, seen = lists(first, dense=True)
+    assert torch.equal(initial["kv_indices"], reuse["kv_indices"])
+    assert not torch.equal(reuse["kv_num_blocks"], fresh["kv_num_blocks"])
+    out, records = lists(first, dense=True)
     torch.testing.assert_close(out, dense_attn(*first))
-    assert not seen
+    assert not records
 
 
 def test_heads_are_scored_some_at_a_time(monkeypatch):
@@ -301,9 +303,9 @@ def test_inference_compiles_and_exports_whole():
 
     tensors = tensors_of(90, dtype=torch.float32)
     with torch.no_grad():
-        want = Layer()(*tensors)
-        torch.testing.assert_close(torch.compile(Layer(), backend="aot_eager", fullgraph=True)(*tensors), want)
-        exported = torch.export.export(Layer(), tensors)
-        torch.testing.assert_close(exported.module()(*tensors), want)
-    targets = {str(node.target) for node in exported.graph.nodes}
+        expected = Layer()(*tensors)
+        torch.testing.assert_close(torch.compile(Layer(), backend="aot_eager", fullgraph=True)(*tensors), expected)
+        program = torch.export.export(Layer(), tensors)
+        torch.testing.assert_close(program.module()(*tensors), expected)
+    targets = {str(node.target) for node in program.graph.nodes}
     assert {"vsa_kernels.gathered_fwd.default", "vsa_kernels.group_tiles.default"} <= targets

@@ -50,8 +50,8 @@ def test_thousands_of_groups_are_the_greedy_ones(mask, size):
 
 def check_groups(mask, size):
     members = group_tiles(mask, size, backend="reference")
-    for rows, found in zip(mask[0], members[0], strict=True):
-        assert groups_of(found) == greedy_groups(sets_of(rows), size)
+    for rows, row_members in zip(mask[0], members[0], strict=True):
+        assert groups_of(row_members) == greedy_groups(sets_of(rows), size)
 
 
 @settings(deadline=None, max_examples=60)
@@ -70,7 +70,7 @@ def test_thousands_of_plans_list_the_union(mask, size, merge, attend):
 def check_plan(mask, size, merge, attend):
     num_q, num_kv = mask.shape[2:]
     plan = plan_groups(BlockIndex.from_dense(mask), num_kv, size, merge=merge, attend=attend)
-    seen = plan.to_dense(num_q, num_kv)
+    dense = plan.to_dense(num_q, num_kv)
     assert sorted(plan.order.tolist()) == list(range(plan.kv_num_blocks.numel()))
     for h, rows in enumerate(mask[0]):
         sets, groups = sets_of(rows), groups_of(plan.members[0, h])
@@ -80,7 +80,7 @@ def check_plan(mask, size, merge, attend):
             union = set().union(*(sets[i] for i in group))
             assert plan.kv_indices[0, h, g, : plan.kv_num_blocks[0, h, g]].tolist() == sorted(union)
             for i in group:
-                assert sets_of(seen[0, h])[i] == (sets[i] if attend == "tile" else union)
+                assert sets_of(dense[0, h])[i] == (sets[i] if attend == "tile" else union)
 
 
 def interleaved(num_q, num_kv, kinds, seed):
@@ -96,13 +96,13 @@ def interleaved(num_q, num_kv, kinds, seed):
 def test_alike_tiles_come_together(kinds, seed):
     mask = interleaved(24, 60, kinds, seed)[None, None]
     index, sets = BlockIndex.from_dense(mask), sets_of(mask[0, 0])
-    cost, computed = {}, {}
+    cost, tile_counts = {}, {}
     for merge in ("xor", "consecutive"):
         plan = plan_groups(index, 60, 4, merge=merge)
         cost[merge] = objective(sets, groups_of(plan.members[0, 0]))
-        computed[merge] = int(plan.kv_num_blocks.sum())
+        tile_counts[merge] = int(plan.kv_num_blocks.sum())
     assert cost["xor"] < cost["consecutive"]
-    assert computed["xor"] < computed["consecutive"]
+    assert tile_counts["xor"] < tile_counts["consecutive"]
 
 
 @pytest.mark.parametrize("merge", ["xor", "consecutive"])

@@ -44,7 +44,7 @@ def our_mask(setting: Setting) -> torch.Tensor:
 
 
 def test_masks_are_natten_s():
-    compared = 0
+    comparisons = 0
     for seed in range(4000):
         setting = draw(seed)
         if not fits(setting):
@@ -52,8 +52,8 @@ def test_masks_are_natten_s():
         assert torch.equal(our_mask(setting), natten_mask(setting)), setting
         # tile by tile it is the same mask: test_neighborhood_mask.py
         assert torch.equal(our_mask(setting), setting.mask), setting
-        compared += 1
-    assert compared > 300
+        comparisons += 1
+    assert comparisons > 300
     # control: another stride
     setting = Setting((4, 6, 9), (3, 4, 4), (1, 2, 2))
     other = Setting((4, 6, 9), (3, 4, 4), (1, 2, 3))
@@ -76,7 +76,7 @@ def test_every_axis_is_natten_s(n):
 def test_outputs_are_natten_s_with_text():
     from natten.functional import na3d
 
-    compared = 0
+    comparisons = 0
     for seed in range(300):
         setting = draw(seed)
         if not fits(setting) or (setting.window == setting.grid and not any(setting.causal)):
@@ -100,5 +100,5 @@ def test_outputs_are_natten_s_with_text():
         assert torch.allclose(ours, theirs, atol=1e-5), setting
         # control: queries and keys of other places
         assert length == 1 or not torch.allclose(ours.roll(1, 1), theirs, atol=1e-3)
-        compared += 1
-    assert compared > 20
+        comparisons += 1
+    assert comparisons > 20

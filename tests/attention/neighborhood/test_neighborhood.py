@@ -63,9 +63,9 @@ def segments_of(setting: Setting):
 def row_mask(setting: Setting, mask=None):
     """The mask of the whole row: text sees and is seen by all."""
     first, video = setting.text[0], math.prod(setting.grid)
-    seen = torch.ones(video + sum(setting.text), video + sum(setting.text), dtype=torch.bool)
-    seen[first : first + video, first : first + video] = setting.mask if mask is None else mask
-    return seen
+    whole = torch.ones(video + sum(setting.text), video + sum(setting.text), dtype=torch.bool)
+    whole[first : first + video, first : first + video] = setting.mask if mask is None else mask
+    return whole
 
 
 def check_attention(setting: Setting, **options) -> None:
@@ -211,17 +211,17 @@ def test_pairs_are_those_of_visited_tiles():
 
 def test_what_a_recorder_gets():
     setting = Setting((3, 5, 7), (2, 4, 3), (1, 2, 1), tile=(2, 4, 2))
-    tensors, seen, method = tensors_of(105), [], method_of(setting, layer_idx=3)
-    out = run(method, setting.grid, tensors, recorder=lambda layer, found: seen.append((layer, found)))
+    tensors, calls, method = tensors_of(105), [], method_of(setting, layer_idx=3)
+    out = run(method, setting.grid, tensors, recorder=lambda layer, records: calls.append((layer, records)))
     assert torch.equal(out, run(method, setting.grid, tensors))
-    [(layer, found)] = seen
+    [(layer, records)] = calls
     layout = method.layout([Segment(setting.grid)])
     assert layer == 3
-    assert torch.equal(layout.unpermute(found["fine"]), out)
-    density = stats.density(recorded_index(found), layout.blocks, layout.kv_blocks)
+    assert torch.equal(layout.unpermute(records["fine"]), out)
+    density = stats.density(recorded_index(records), layout.blocks, layout.kv_blocks)
     assert density.item() == pytest.approx(setting.mask.double().mean().item(), abs=1e-12)
     # the tiles alone are more
-    tiles = {name: found[name] for name in ("kv_indices", "kv_num_blocks")}
+    tiles = {name: records[name] for name in ("kv_indices", "kv_num_blocks")}
     assert (
         stats.density(recorded_index(tiles), layout.blocks, layout.kv_blocks)
         == method.pairs(layout, 1) / 105**2
@@ -230,13 +230,13 @@ def test_what_a_recorder_gets():
     q, k, _ = (x.transpose(1, 2) for x in tensors)
     weights = (q @ k.transpose(-1, -2) / 2).softmax(-1)
     tokens = torch.tensor([0, 17, 50, 104])
-    recall = layer_metrics(found, layout, tokens, None)
+    recall = layer_metrics(records, layout, tokens, None)
     rows = layout.order[tokens]
     expected = (weights * setting.mask).sum(-1)[..., rows].mean()
     assert recall["recall"].item() == pytest.approx(expected.item(), abs=1e-6)
     assert recall["recall_random"].item() == pytest.approx(setting.mask[rows].double().mean().item(), abs=1e-6)
     # control: the recall of whole tiles is higher
-    whole = {name: found[name] for name in (*tiles, "q", "k", "fine")}
+    whole = {name: records[name] for name in (*tiles, "q", "k", "fine")}
     assert layer_metrics(whole, layout, tokens, None)["recall"] > recall["recall"] + 1e-3
 
 
@@ -244,9 +244,9 @@ def test_layers_of_one_grid_share_their_index():
     options = {**SIZES, "window_thw": (2, 0.5, 3), "tile_thw": (2, 2, 2)}
     first, second = (NeighborhoodAttention(**options, layer_idx=i) for i in range(2))
     layout = first.layout([Segment((3, 5, 7))])
-    made = dict(layout.derived)
+    entries = dict(layout.derived)
     assert second.layout([Segment((3, 5, 7))]) is layout
-    assert layout.derived == made
+    assert layout.derived == entries
     # one token is not the whole axis
     for window in (1, 1.0):
         third = NeighborhoodAttention(**{**options, "window_thw": (window, 2, 2)})

@@ -84,22 +84,22 @@ def check_index(setting: Setting) -> None:
     check_mask(torch.zeros(1, num_video, 1, 1), mask)
     check_mask_values(mask, num_video, layout.num_tokens)
     # rows and columns as they are stored; text is visible to all
-    seen = torch.ones(layout.num_tokens, layout.num_tokens, dtype=torch.bool)
-    seen[first : first + num_video, first : first + num_video] = expected
-    seen = seen[layout.order][:, layout.order][first : first + num_video]
+    visibility = torch.ones(layout.num_tokens, layout.num_tokens, dtype=torch.bool)
+    visibility[first : first + num_video, first : first + num_video] = expected
+    visibility = visibility[layout.order][:, layout.order][first : first + num_video]
     counts = index.kv_num_blocks[0, 0].tolist()
     full = counts if index.kv_num_full_blocks is None else index.kv_num_full_blocks[0, 0].tolist()
     assert (index.max_blocks, index.min_blocks) == (max(counts), min(counts))
-    listed = torch.zeros_like(seen)
+    coverage = torch.zeros_like(visibility)
     q_offsets, kv_offsets = q_blocks.offsets.tolist(), kv_blocks.offsets.tolist()
-    used = set()
+    mask_numbers = set()
     for row, (a, b) in enumerate(itertools.pairwise(q_offsets)):
         for slot, tile in enumerate(index.kv_indices[0, 0, row, : counts[row]].tolist()):
             c, d = kv_offsets[tile : tile + 2]
             part = torch.ones(b - a, d - c, dtype=torch.bool)
             if slot >= full[row]:
                 number = int(index.mask_ids[0, 0, row, slot])
-                used.add(number)
+                mask_numbers.add(number)
                 bits = index.mask_bits[number]
                 part = bits[: b - a, : d - c]
                 # places behind short tiles
@@ -108,10 +108,10 @@ def check_index(setting: Setting) -> None:
                 # listed for a reason, and masked for one
                 assert part.any()
                 assert not part.all()
-            listed[a:b, c:d] = part
-    assert torch.equal(listed, seen)
+            coverage[a:b, c:d] = part
+    assert torch.equal(coverage, visibility)
     # a mask for every number and no more
-    assert used == set(range(0 if index.mask_bits is None else len(index.mask_bits)))
+    assert mask_numbers == set(range(0 if index.mask_bits is None else len(index.mask_bits)))
     if setting.text == (0, 0):
         sizes = q_blocks.sizes.double(), kv_blocks.sizes.double()
         pairs = sizes[0] @ index.to_dense(kv_blocks.num)[0, 0].double() @ sizes[1]
@@ -218,13 +218,13 @@ def test_tiles_of_queries_and_keys_as_published():
 def test_the_chosen_tile_visits_the_fewest(seed):
     setting = draw(seed)
 
-    def visited(tile):
+    def visits(tile):
         return math.prod(int(axis_tiles(axis, c, c).seen.sum()) for axis, c in zip(setting.axes, tile, strict=True))
 
-    chosen = best_tile(setting.axes, q_tokens=8, kv_tokens=8, even=True)[1]
+    best = best_tile(setting.axes, q_tokens=8, kv_tokens=8, even=True)[1]
     tiles = [(t, h, 8 // t // h) for t in (1, 2, 4, 8) for h in (1, 2, 4, 8) if t * h <= 8]
-    assert chosen in tiles
-    assert visited(chosen) == min(map(visited, tiles))
+    assert best in tiles
+    assert visits(best) == min(map(visits, tiles))
 
 
 def test_short_tiles_are_chosen_where_they_cost_least():
@@ -309,6 +309,6 @@ def test_shares_of_a_stride_that_is_refused():
     ],
 )
 def test_refused_rows(segments, layout, message):
-    built = TileLayout.build(segments, tile_thw=(2, 2, 2), **layout)
+    tile_layout = TileLayout.build(segments, tile_thw=(2, 2, 2), **layout)
     with pytest.raises(ValueError, match=message):
-        neighborhood_index(built, Setting((2, 2, 2), (1, 1, 1)).axes)
+        neighborhood_index(tile_layout, Setting((2, 2, 2), (1, 1, 1)).axes)

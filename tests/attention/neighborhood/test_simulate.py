@@ -94,14 +94,14 @@ def test_rows_of_the_paper(run, grid, window, q_tile, kv_tile, flops, end, end_d
 
 def test_the_printed_bounds_need_the_rounding():
     values = [
-        (bound(total / worst, run, with_dense, rounded=False), printed)
+        (bound(total / worst, run, with_dense, rounded=False), reference)
         for run, *_, rows in TABLES
         for _, worst, total, _, *bounds in rows
-        for with_dense, printed in zip((False, True), bounds, strict=True)
+        for with_dense, reference in zip((False, True), bounds, strict=True)
     ]
     assert len(values) == 42
-    assert sum(f"{value:.2f}" == f"{printed:.2f}" for value, printed in values) == 33
-    assert all(abs(value - printed) < 0.016 for value, printed in values)
+    assert sum(f"{value:.2f}" == f"{reference:.2f}" for value, reference in values) == 33
+    assert all(abs(value - reference) < 0.016 for value, reference in values)
 
 
 def test_halves_round_up_twice():
@@ -198,10 +198,10 @@ def brute_force(grid, window, q_tile, kv_tile, stride, dilation, causal, tiling,
     for queries in tiles.values():
         keys = [tokens[i] for i in mask[queries].any(0).nonzero().flatten().tolist()]
         corner = [min(axis) for axis in zip(*keys, strict=True)] if tiling == "dynamic" else [0] * len(q_tile)
-        visited = {tile_of(key, kv_tile, corner) for key in keys}
-        counts.append(len(visited))
-        read = [i for i, token in enumerate(tokens) if tile_of(token, kv_tile, corner) in visited]
-        perfect &= bool(mask[queries][:, read].all())
+        kv_tiles = {tile_of(key, kv_tile, corner) for key in keys}
+        counts.append(len(kv_tiles))
+        columns = [i for i, token in enumerate(tokens) if tile_of(token, kv_tile, corner) in kv_tiles]
+        perfect &= bool(mask[queries][:, columns].all())
     total = len({tile_of(token, kv_tile) for token in tokens})
     return counts, total, perfect, int(mask.sum())
 
@@ -260,10 +260,10 @@ def test_every_option_changes_the_counts(change):
         "one_d": False,
     }
     other = {"window": (3, 4), "stride": (2, 4), "dilation": (2, 2), "causal": (True, True), "tiling": "dynamic"}
-    changed = {**problem, change: other.get(change, True)}
+    variant = {**problem, change: other.get(change, True)}
     mean = simulate(**problem).mean_tiles
-    counts, *_ = brute_force(**changed)
-    assert simulate(**changed).mean_tiles == pytest.approx(sum(counts) / len(counts))
+    counts, *_ = brute_force(**variant)
+    assert simulate(**variant).mean_tiles == pytest.approx(sum(counts) / len(counts))
     assert sum(counts) / len(counts) != pytest.approx(mean)
 
 
@@ -290,13 +290,13 @@ def test_counting_in_portions_changes_nothing(problem, tiling):
 def test_only_dominated_strides_are_left_out(problem, tiling, one_d):
     del problem["stride"]
     strides = itertools.product(*(range(1, w + 1) for w in problem["window"]))
-    tried = {stride: simulate(**problem, stride=stride, tiling=tiling, one_d=one_d) for stride in strides}
+    results = {stride: simulate(**problem, stride=stride, tiling=tiling, one_d=one_d) for stride in strides}
 
-    def dominated(stride):
+    def is_dominated(stride):
         finer = itertools.product(*(range(1, s + 1) for s in stride))
-        return any(tried[other].speedup >= tried[stride].speedup for other in finer if other != stride)
+        return any(results[other].speedup >= results[stride].speedup for other in finer if other != stride)
 
-    expected = [result for stride, result in tried.items() if not dominated(stride)]
+    expected = [result for stride, result in results.items() if not is_dominated(stride)]
     rows = sweep_strides(**problem, tiling=tiling, one_d=one_d)
     assert sorted(rows, key=lambda row: row.stride) == expected
     assert [row.speedup for row in rows] == sorted(row.speedup for row in rows)

@@ -44,15 +44,15 @@ def mask(q, k, *, q_tokens, kv_tokens, tau, theta, similar="cosine", scaled=True
     q_blocks, kv_blocks = blocks_of(len(q), q_tokens), blocks_of(len(k), kv_tokens)
     margins = [1.0]
 
-    def judged(rows, blocks, size):
-        found = []
+    def judge(rows, blocks, size):
+        flags = []
         for block in blocks:
             alike = similarity([rows[i] for i in block], similar)
             margins.append(abs(alike - theta))
-            found.append(alike < theta or (ragged and len(block) < min(size, len(rows))))
-        return found
+            flags.append(alike < theta or (ragged and len(block) < min(size, len(rows))))
+        return flags
 
-    q_differs, kv_differs = judged(q, q_blocks, q_tokens), judged(k, kv_blocks, kv_tokens)
+    q_differs, kv_differs = judge(q, q_blocks, q_tokens), judge(k, kv_blocks, kv_tokens)
     q_means = [mean([q[i] for i in block]) for block in q_blocks]
     kv_means = [mean([k[i] for i in block]) for block in kv_blocks]
     rows = []
@@ -60,18 +60,18 @@ def mask(q, k, *, q_tokens, kv_tokens, tau, theta, similar="cosine", scaled=True
         visible = [not causal or block.start < q_blocks[i].stop for block in kv_blocks]
         compete = [j for j in range(len(kv_blocks)) if visible[j] and not kv_differs[j]]
         logits = {j: dot(query, kv_means[j]) / (math.sqrt(len(query)) if scaled else 1) for j in compete}
-        ranked = sorted(compete, key=lambda j: (-logits[j], j))
-        margins += [logits[a] - logits[b] for a, b in itertools.pairwise(ranked)]
-        kept = set(ranked[: topk or 1])
-        if topk is None and ranked:
-            top = logits[ranked[0]]
-            weights = [math.exp(logits[j] - top) for j in ranked]
-            total, reached = math.fsum(weights), 0.0
-            for j, weight in zip(ranked, weights, strict=True):
-                reached += weight
-                margins.append(abs(reached / total - tau) if tau < 1 else 1.0)
-                if reached / total <= tau or tau == 1:
-                    kept.add(j)
-        forced = {j for j in range(len(kv_blocks)) if q_differs[i] or kv_differs[j] or (sink and j == 0)}
-        rows.append([int(visible[j] and (j in kept or j in forced)) for j in range(len(kv_blocks))])
+        order = sorted(compete, key=lambda j: (-logits[j], j))
+        margins += [logits[a] - logits[b] for a, b in itertools.pairwise(order)]
+        selection = set(order[: topk or 1])
+        if topk is None and order:
+            top = logits[order[0]]
+            weights = [math.exp(logits[j] - top) for j in order]
+            total, mass = math.fsum(weights), 0.0
+            for j, weight in zip(order, weights, strict=True):
+                mass += weight
+                margins.append(abs(mass / total - tau) if tau < 1 else 1.0)
+                if mass / total <= tau or tau == 1:
+                    selection.add(j)
+        additions = {j for j in range(len(kv_blocks)) if q_differs[i] or kv_differs[j] or (sink and j == 0)}
+        rows.append([int(visible[j] and (j in selection or j in additions)) for j in range(len(kv_blocks))])
     return rows, min(margins)

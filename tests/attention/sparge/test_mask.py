@@ -53,9 +53,9 @@ def check(heads, tokens, sizes, alike, readings, seed, tau, theta, topk=None):
     q, k = fields(tokens, heads, alike, seed)
     q_blocks, kv_blocks = (blocks_of(n, size) for n, size in zip(tokens, sizes, strict=True))
     taus, thetas = (torch.tensor(values[: heads[0]], dtype=torch.float64) for values in (tau, theta))
-    known = block_statistics(q, k, q_blocks, kv_blocks, readings)
-    kept = first_stage(known, Shares(taus) if topk is None else topk, thetas).to_dense(kv_blocks.num).int()
-    assert kept.shape == (2, heads[0], q_blocks.num, kv_blocks.num)
+    statistics = block_statistics(q, k, q_blocks, kv_blocks, readings)
+    actual = first_stage(statistics, Shares(taus) if topk is None else topk, thetas).to_dense(kv_blocks.num).int()
+    assert actual.shape == (2, heads[0], q_blocks.num, kv_blocks.num)
     clear = True
     for b in range(2):
         for h in range(heads[0]):
@@ -76,7 +76,7 @@ def check(heads, tokens, sizes, alike, readings, seed, tau, theta, topk=None):
             )
             # 2^-32 is the grain of the softmax, see `RowRule`
             clear &= margin > 1e-7
-            assert margin <= 1e-7 or kept[b, h].tolist() == expected
+            assert margin <= 1e-7 or actual[b, h].tolist() == expected
     return clear
 
 
@@ -128,9 +128,9 @@ def test_a_definition_with_another_reading_is_noticed(readings):
 
 def masks_at(tau, theta, tokens=(40, 58), seed=1):
     q, k = fields(tokens, (2, 2), 1.0, seed)
-    known = block_statistics(q, k, blocks_of(tokens[0], 8), blocks_of(tokens[1], 4))
+    statistics = block_statistics(q, k, blocks_of(tokens[0], 8), blocks_of(tokens[1], 4))
     rule = Shares(tau) if isinstance(tau, torch.Tensor) else sparge_top_p(tau)
-    return known, first_stage(known, rule, theta).to_dense(15)
+    return statistics, first_stage(statistics, rule, theta).to_dense(15)
 
 
 def test_all_of_the_share_is_everything():
@@ -141,16 +141,16 @@ def test_all_of_the_share_is_everything():
 
 
 def test_a_threshold_below_zero_turns_the_judge_off():
-    known, plain = masks_at(0.5, -0.1)
-    assert known.q_similarity.min() >= 0
+    statistics, plain = masks_at(0.5, -0.1)
+    assert statistics.q_similarity.min() >= 0
     assert torch.equal(plain, masks_at(0.5, -1.0)[1])
-    judged = masks_at(0.5, 0.4)[1]
-    assert not torch.equal(plain, judged)
-    rows, columns = known.q_similarity < 0.4, known.kv_similarity < 0.4
+    strict = masks_at(0.5, 0.4)[1]
+    assert not torch.equal(plain, strict)
+    rows, columns = statistics.q_similarity < 0.4, statistics.kv_similarity < 0.4
     assert rows.any()
     assert columns.any()
-    assert judged[rows].all()
-    assert judged.transpose(2, 3)[columns].all()
+    assert strict[rows].all()
+    assert strict.transpose(2, 3)[columns].all()
     # a block that is unlike itself everywhere leaves nothing to choose
     assert masks_at(0.5, 1.0)[1].all()
 
@@ -183,8 +183,8 @@ def test_similarity_of_known_blocks():
 def test_similarity_of_noise_is_that_of_the_paper():
     """Random tokens have 1/n by the code's formula: its "Random Sim-k" of .019 for 64 keys, Table 9."""
     noise = torch.randn(1, 64 * 200, 1, 128, generator=torch.Generator().manual_seed(0))
-    found = mean_and_similarity(noise, blocks_of(64 * 200, 64))[1].mean().item()
-    assert found == pytest.approx(1 / 64, rel=0.05)
+    actual = mean_and_similarity(noise, blocks_of(64 * 200, 64))[1].mean().item()
+    assert actual == pytest.approx(1 / 64, rel=0.05)
 
 
 def test_autocast_changes_no_mask():
@@ -193,11 +193,11 @@ def test_autocast_changes_no_mask():
     for readings in (Readings(), Readings(similarity="gram")):
         plain = block_statistics(q, k, *blocks, readings)
         with torch.autocast("cpu", torch.bfloat16):
-            lowered = block_statistics(q, k, *blocks, readings)
+            under_autocast = block_statistics(q, k, *blocks, readings)
             # the control: what the products of fp32 tensors are there
             assert (q[:, 0] @ q[:, 0].mT).dtype == torch.bfloat16
         for name in ("scores", "q_similarity", "kv_similarity"):
-            assert torch.equal(getattr(lowered, name), getattr(plain, name))
+            assert torch.equal(getattr(under_autocast, name), getattr(plain, name))
 
 
 def test_samples_have_a_mean_of_their_own():
@@ -207,8 +207,8 @@ def test_samples_have_a_mean_of_their_own():
     blocks = blocks_of(48, 8), blocks_of(48, 4)
     same = torch.arange(6)[:, None] // 3 == torch.arange(12) // 6
     spans = ((0, 24), (24, 48))
-    known = block_statistics(q, k, *blocks, Readings(attention_sink=True), samples=spans, candidates=same)
-    packed = first_stage(known, sparge_top_p(0.6), 0.3).to_dense(12)
+    statistics = block_statistics(q, k, *blocks, Readings(attention_sink=True), samples=spans, candidates=same)
+    packed = first_stage(statistics, sparge_top_p(0.6), 0.3).to_dense(12)
     assert not packed[:, :, ~same].any()
     for a, b in spans:
         alone = block_statistics(

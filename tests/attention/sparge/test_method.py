@@ -38,12 +38,12 @@ def fields(grid, kv_heads=4, seed=0, dtype=torch.float64):
 
 def run(method, grid, qkv, **ctx):
     """Output in raster order and what was recorded."""
-    layout, recorded = method.layout([Segment(grid)], "cpu"), {}
+    layout, records = method.layout([Segment(grid)], "cpu"), {}
     q, k, v = (layout.permute(x) for x in qkv)
     context = AttnContext(
-        layout=layout, **{"topk": layout.num_video_tiles} | ctx, recorder=lambda _, tensors: recorded.update(tensors)
+        layout=layout, **{"topk": layout.num_video_tiles} | ctx, recorder=lambda _, tensors: records.update(tensors)
     )
-    return layout.unpermute(method(q, k, v, {}, context)), recorded
+    return layout.unpermute(method(q, k, v, {}, context)), records
 
 
 def dense_mask(qkv, layout, *, q_tokens, kv_tokens, tau, theta):
@@ -122,17 +122,17 @@ def test_the_whole_share_and_dense_layers_are_dense_attention():
 def test_the_second_stage_skips_by_its_threshold():
     grid = (4, 6, 6)
     qkv = [x * 2 for x in fields(grid)]
-    plain, recorded = run(SpargeAttention(**SIZES, **SMALL), grid, qkv)
-    assert "skipped" not in recorded
+    plain, records = run(SpargeAttention(**SIZES, **SMALL), grid, qkv)
+    assert "skipped" not in records
     errors, counts = [], []
     for threshold in (-30.0, -3.0, -1.0):
-        out, recorded = run(SpargeAttention(**SIZES, **SMALL, threshold=threshold), grid, qkv)
+        out, records = run(SpargeAttention(**SIZES, **SMALL, threshold=threshold), grid, qkv)
         # two rows a slice
-        assert recorded["skipped"].shape == recorded["kv_num_blocks"].shape
+        assert records["skipped"].shape == records["kv_num_blocks"].shape
         errors.append(float((out - plain).abs().max()))
-        counts.append(int(recorded["skipped"].sum()))
+        counts.append(int(records["skipped"].sum()))
     assert errors[0] < 1e-10 < errors[1] < errors[2]
-    assert counts[0] <= counts[1] < counts[2] <= 4 * int(recorded["kv_num_blocks"].sum())
+    assert counts[0] <= counts[1] < counts[2] <= 4 * int(records["kv_num_blocks"].sum())
     other, _ = run(SpargeAttention(**SIZES, **SMALL, threshold=-1.0, keeps_sum=False), grid, qkv)
     assert not torch.allclose(other, out, atol=1e-4)
 
@@ -142,12 +142,12 @@ def test_a_budget_has_a_meaning_with_its_rule_only():
     qkv = fields(grid)
     method = SpargeAttention(**SIZES, q_tokens=8, kv_tokens=4, rule="topk")
     assert method.selects
-    _, recorded = run(method, grid, qkv, topk=3)
-    assert (recorded["kv_num_blocks"] == 3).all()
+    _, records = run(method, grid, qkv, topk=3)
+    assert (records["kv_num_blocks"] == 3).all()
     # the judge adds what it forces
-    _, recorded = run(SpargeAttention(**SIZES, q_tokens=8, kv_tokens=4, rule="topk", theta=0.4), grid, qkv, topk=3)
-    assert recorded["kv_num_blocks"].min() >= 3
-    assert recorded["kv_num_blocks"].max() > 3
+    _, records = run(SpargeAttention(**SIZES, q_tokens=8, kv_tokens=4, rule="topk", theta=0.4), grid, qkv, topk=3)
+    assert records["kv_num_blocks"].min() >= 3
+    assert records["kv_num_blocks"].max() > 3
     by_share = SpargeAttention(**SIZES, **SMALL)
     assert not by_share.selects
     first, second = (run(by_share, grid, qkv, topk=topk)[1] for topk in (1, 15))
@@ -160,13 +160,13 @@ def test_a_budget_has_a_meaning_with_its_rule_only():
 def test_rows_with_text_see_it_and_samples_stay_apart():
     segments = [Segment((2, 3, 4)), Segment((1, 1, 5), "text"), Segment((1, 4, 5), sample=1)]
     method = SpargeAttention(**SIZES, q_tokens=4, kv_tokens=4, tau=0.5, theta=0.3)
-    layout, recorded = method.layout(segments), {}
+    layout, records = method.layout(segments), {}
     qkv = fields((1, 1, 49))
-    ctx = AttnContext(layout=layout, topk=1, recorder=lambda _, tensors: recorded.update(tensors))
+    ctx = AttnContext(layout=layout, topk=1, recorder=lambda _, tensors: records.update(tensors))
     out = method(*qkv, {}, ctx)
     whole = dense_attn(*(x[:, :29] for x in qkv))
     assert torch.allclose(out[:, 24:29], whole[:, 24:], atol=1e-12)
-    lists, counts = recorded["kv_indices"], recorded["kv_num_blocks"]
+    lists, counts = records["kv_indices"], records["kv_num_blocks"]
     rows = [set(lists[0, 0, i, : counts[0, 0, i]].tolist()) for i in range(11)]
     # video tiles 0 to 5, text 6 and 7, the other sample's 8 to 12
     assert all({6, 7} < row <= set(range(8)) for row in rows[:6])
@@ -178,10 +178,10 @@ def test_rows_with_text_see_it_and_samples_stay_apart():
 
 
 def run_segments(method, segments, qkv):
-    recorded = {}
+    records = {}
     layout = method.layout(segments)
-    ctx = AttnContext(layout=layout, topk=1, recorder=lambda _, tensors: recorded.update(tensors))
-    return method(*qkv, {}, ctx), recorded
+    ctx = AttnContext(layout=layout, topk=1, recorder=lambda _, tensors: records.update(tensors))
+    return method(*qkv, {}, ctx), records
 
 
 def test_selections_are_kept_over_a_denoising():
@@ -219,12 +219,12 @@ def test_heads_have_settings_of_their_own(tmp_path):
     grid = (4, 6, 6)
     qkv = [x * 2 for x in fields(grid)]
     sizes = {"q_tokens": 8, "kv_tokens": 4}
-    out, recorded = run(SpargeAttention(**SIZES, **sizes, tuned=tuned(tmp_path)), grid, qkv)
+    out, records = run(SpargeAttention(**SIZES, **sizes, tuned=tuned(tmp_path)), grid, qkv)
     for head, (tau, threshold) in enumerate(HEADS):
         alone = SpargeAttention(**SIZES, **sizes, tau=tau, theta=0.3, threshold=threshold)
         expected, own = run(alone, grid, qkv)
         assert torch.allclose(out[:, :, head], expected[:, :, head], atol=1e-12)
-        assert torch.equal(recorded["kv_num_blocks"][:, head], own["kv_num_blocks"][:, head])
+        assert torch.equal(records["kv_num_blocks"][:, head], own["kv_num_blocks"][:, head])
     assert not torch.allclose(out[:, :, 1], run(alone, grid, qkv)[0][:, :, 1], atol=1e-4)
 
 

@@ -29,59 +29,59 @@ def inputs():
 
 def measured(head, **setting):
     """Sparsity and error of one head over the inputs, from what the layer records."""
-    missed = size = skipped = products = 0.0
+    error = size = skips = products = 0.0
     for q, k, v, grid in inputs():
-        method, recorded = SpargeAttention(**SIZES, **BLOCKS, **setting), {}
+        method, records = SpargeAttention(**SIZES, **BLOCKS, **setting), {}
         layout = method.layout([Segment(grid)])
-        ctx = AttnContext(layout=layout, topk=1, recorder=lambda _, tensors, into=recorded: into.update(tensors))
+        ctx = AttnContext(layout=layout, topk=1, recorder=lambda _, tensors, into=records: into.update(tensors))
         out = layout.unpermute(method(*(layout.permute(x) for x in (q, k, v)), {}, ctx))[:, :, head]
         dense = dense_attn(q, k, v)[:, :, head]
-        missed, size = missed + (out - dense).abs().sum(), size + dense.abs().sum()
+        error, size = error + (out - dense).abs().sum(), size + dense.abs().sum()
         rows, columns = layout.num_blocks, layout.kv_blocks.num
         products += 2 * 2 * rows * columns
-        skipped += 2 * (2 * rows * columns - int(recorded["kv_num_blocks"][:, head].sum()))
-        if "skipped" in recorded:
+        skips += 2 * (2 * rows * columns - int(records["kv_num_blocks"][:, head].sum()))
+        if "skipped" in records:
             # slices of two rows
             for i, tokens in enumerate(layout.blocks.sizes.tolist()):
-                skipped += int(recorded["skipped"][:, head, i].sum()) / math.ceil(tokens / 2)
-    return float(skipped / products), float(missed / size)
+                skips += int(records["skipped"][:, head, i].sum()) / math.ceil(tokens / 2)
+    return float(skips / products), float(error / size)
 
 
 def test_the_sparsest_setting_below_the_bounds_is_chosen():
-    chosen, tried = tune_layer(SpargeAttention(**SIZES, **BLOCKS), inputs, SEARCH)
-    assert len(tried) == 4 * (4 + 2)
-    table = {(p.head, p.tau, p.theta, p.threshold): (p.sparsity, p.error) for p in tried}
+    choices, trials = tune_layer(SpargeAttention(**SIZES, **BLOCKS), inputs, SEARCH)
+    assert len(trials) == 4 * (4 + 2)
+    table = {(p.head, p.tau, p.theta, p.threshold): (p.sparsity, p.error) for p in trials}
     for head in range(4):
         first = {(1.0, -1.0): (0.0, 0.0)}
         for tau in SEARCH.taus:
             for theta in SEARCH.thetas:
-                found = measured(head, tau=tau, theta=theta)
-                assert found == pytest.approx(table[head, tau, theta, None], abs=1e-12)
-                if found[1] < SEARCH.l1:
-                    first[tau, theta] = found
+                measurement = measured(head, tau=tau, theta=theta)
+                assert measurement == pytest.approx(table[head, tau, theta, None], abs=1e-12)
+                if measurement[1] < SEARCH.l1:
+                    first[tau, theta] = measurement
         tau, theta = max(first, key=lambda key: first[key][0])
         best, sparsity = (tau, theta, None), first[tau, theta][0]
         for threshold in SEARCH.thresholds:
-            found = measured(head, tau=tau, theta=theta, threshold=threshold)
-            assert found == pytest.approx(table[head, tau, theta, threshold], abs=1e-12)
-            if found[1] < SEARCH.l2 and found[0] > sparsity:
-                best, sparsity = (tau, theta, threshold), found[0]
-        assert (chosen[head].tau, chosen[head].theta, chosen[head].threshold) == best
-        assert chosen[head].sparsity == pytest.approx(sparsity)
+            measurement = measured(head, tau=tau, theta=theta, threshold=threshold)
+            assert measurement == pytest.approx(table[head, tau, theta, threshold], abs=1e-12)
+            if measurement[1] < SEARCH.l2 and measurement[0] > sparsity:
+                best, sparsity = (tau, theta, threshold), measurement[0]
+        assert (choices[head].tau, choices[head].theta, choices[head].threshold) == best
+        assert choices[head].sparsity == pytest.approx(sparsity)
     # heads differ, and both stages do something
-    assert len({(h.tau, h.theta, h.threshold) for h in chosen}) > 1
-    assert any(h.threshold is not None for h in chosen)
-    assert max(h.sparsity for h in chosen) > 0.2
+    assert len({(h.tau, h.theta, h.threshold) for h in choices}) > 1
+    assert any(h.threshold is not None for h in choices)
+    assert max(h.sparsity for h in choices) > 0.2
 
 
 def test_a_bound_that_nothing_meets_leaves_dense_attention():
     search = Search(l1=1e-9, l2=1e-9, taus=(0.5, 0.8), thetas=(-1.0,), thresholds=(-0.5,))
-    chosen, _ = tune_layer(SpargeAttention(**SIZES, **BLOCKS), inputs, search)
-    assert {(h.tau, h.threshold, h.sparsity, h.error) for h in chosen} == {(1.0, None, 0.0, 0.0)}
+    choices, _ = tune_layer(SpargeAttention(**SIZES, **BLOCKS), inputs, search)
+    assert {(h.tau, h.threshold, h.sparsity, h.error) for h in choices} == {(1.0, None, 0.0, 0.0)}
     loose = Search(l1=0.8, l2=0.9, taus=(0.5, 0.8), thetas=(-1.0,), thresholds=())
-    chosen, tried = tune_layer(SpargeAttention(**SIZES, **BLOCKS), inputs, loose)
-    assert all(h.tau < 1 and h.threshold is None for h in chosen)
-    assert len(tried) == 4 * 2
+    choices, trials = tune_layer(SpargeAttention(**SIZES, **BLOCKS), inputs, loose)
+    assert all(h.tau < 1 and h.threshold is None for h in choices)
+    assert len(trials) == 4 * 2
 
 
 @pytest.mark.parametrize(

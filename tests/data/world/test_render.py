@@ -22,8 +22,8 @@ SCENES = stack_scenes([draw_scene(0, i, SIZE) for i in range(6)])
 def covered(shape: str, size: int, x: float, y: float, box: int) -> bool:
     """Whether a shape covers a point of its box, by another library's polygons."""
     # the shape fills a square of (13 + size) sixteenths in the middle of the box
-    filled = box * (13 + size) / 16
-    x, y = ((v - (box - filled) / 2) * SHEET / filled for v in (x, y))
+    side = box * (13 + size) / 16
+    x, y = ((v - (box - side) / 2) * SHEET / side for v in (x, y))
     if shape == "circle":
         return (x - SHEET / 2) ** 2 + (y - SHEET / 2) ** 2 <= 29**2
     rings = [matplotlib.path.Path([*ring, ring[0]]).contains_point((x, y)) for ring in OUTLINES[shape]]
@@ -47,8 +47,8 @@ def drawn_by_hand(scene: Scenes, size: tuple[int, int, int]) -> np.ndarray:
         (y0, x0), *corners = scene.paths[0, t].view(-1, 2).tolist()
         for y in range(H):
             for x in range(W):
-                packed = int(picture[y0 + y, x0 + x])
-                video[t, y, x] = packed & 255, packed >> 8 & 255, packed >> 16
+                pixel = int(picture[y0 + y, x0 + x])
+                video[t, y, x] = pixel & 255, pixel >> 8 & 255, pixel >> 16
         for n in (2, 1, 0):
             shape, scale, colour, texture = objects[4 * n : 4 * n + 4]
             if shape == len(SHAPES):
@@ -100,8 +100,8 @@ def test_the_world_is_the_published_one() -> None:
 
 
 def test_objects_stand_out_from_every_background() -> None:
-    found = world_tables(48, 64)
-    backgrounds = torch.stack([found.backgrounds & 255, found.backgrounds >> 8 & 255, found.backgrounds >> 16], -1)
+    lookup = world_tables(48, 64)
+    backgrounds = torch.stack([lookup.backgrounds & 255, lookup.backgrounds >> 8 & 255, lookup.backgrounds >> 16], -1)
     assert backgrounds.shape == (14, 72, 96, 3)
     # no photograph is flat, and a mirror image is one
     assert all(b.float().std() > 3 for b in backgrounds)

@@ -52,16 +52,16 @@ def test_a_scene_is_a_pure_function_of_seed_and_clip() -> None:
 def test_every_attribute_is_drawn_about_as_often_and_colours_differ_within_a_clip() -> None:
     assert all(len({o.colour for o in a.objects}) == len(a.objects) in (2, 3) for a in MANY)
     objects = [o for a in MANY for o in a.objects]
-    for names, drawn in (
+    for names, values in (
         (COLOURS, [o.colour for o in objects]),
         (SHAPES, [o.shape for o in objects]),
         (MOTIONS, [o.motion for o in objects]),
         (CAMERA, [a.camera for a in MANY]),
     ):
-        counts = Counter(drawn)
+        counts = Counter(values)
         assert set(counts) == set(names)
         # five standard deviations of a binomial count
-        mean = len(drawn) / len(names)
+        mean = len(values) / len(names)
         assert all(abs(n - mean) < 5 * mean**0.5 for n in counts.values())
 
 
@@ -91,17 +91,21 @@ def test_the_place_of_a_word_says_which_object_it_is_about() -> None:
     """Colours of two objects swapped: other tokens; and every token alone gives its word and its place away."""
     encoder = HashedNgramEncoder(max_tokens=24)
     red, blue = WorldObject(colour="red", shape="T", motion="up"), WorldObject(colour="blue", shape="4", motion="left")
-    swapped = [WorldObject(colour=a.colour, shape=b.shape, motion=b.motion) for a, b in ((red, blue), (blue, red))]
-    texts = [world_caption(WorldAttributes(objects=(a, b), camera="up")) for a, b in ((red, blue), swapped[::-1])]
+    swapped_objects = [
+        WorldObject(colour=a.colour, shape=b.shape, motion=b.motion) for a, b in ((red, blue), (blue, red))
+    ]
+    texts = [
+        world_caption(WorldAttributes(objects=(a, b), camera="up")) for a, b in ((red, blue), swapped_objects[::-1])
+    ]
     one, other = (encoder.encode(text) for text in texts)
     assert not torch.equal(one, other)
     for text, tokens in zip(texts, (one, other), strict=True):
         words = text.lower().split()
         assert len(tokens) == len(words)
-        known = sorted(set(words))
-        rows = torch.cat([encoder.encode(" ".join([word] * 24)) for word in known])
+        vocabulary = sorted(set(words))
+        rows = torch.cat([encoder.encode(" ".join([word] * 24)) for word in vocabulary])
         nearest = torch.cdist(tokens, rows).argmin(1)
-        assert [(known[n // 24], n % 24) for n in nearest.tolist()] == [(w, i) for i, w in enumerate(words)]
+        assert [(vocabulary[n // 24], n % 24) for n in nearest.tolist()] == [(w, i) for i, w in enumerate(words)]
 
 
 def test_words_and_places_can_be_read_by_a_linear_map() -> None:
@@ -112,11 +116,13 @@ def test_words_and_places_can_be_read_by_a_linear_map() -> None:
     inputs = tokens.flatten(0, 1)
     places = torch.eye(24).repeat(len(words), 1)
     # a map that never saw this word: every eighth is kept out of the fit
-    kept = (torch.arange(len(words)) % 8 != 0).repeat_interleave(24)
-    weights = torch.linalg.lstsq(torch.cat([inputs, torch.ones(len(inputs), 1)], 1)[kept], places[kept]).solution
-    read = (torch.cat([inputs, torch.ones(len(inputs), 1)], 1) @ weights).argmax(1)
-    right = (read == places.argmax(1)).float()
-    assert right[kept].mean() > 0.95
+    fit_rows = (torch.arange(len(words)) % 8 != 0).repeat_interleave(24)
+    weights = torch.linalg.lstsq(
+        torch.cat([inputs, torch.ones(len(inputs), 1)], 1)[fit_rows], places[fit_rows]
+    ).solution
+    predictions = (torch.cat([inputs, torch.ones(len(inputs), 1)], 1) @ weights).argmax(1)
+    right = (predictions == places.argmax(1)).float()
+    assert right[fit_rows].mean() > 0.95
 
 
 @given(st.integers(0, 10**6), st.tuples(st.integers(1, 33), st.integers(4, 20), st.integers(4, 20)))
@@ -143,14 +149,14 @@ def test_nothing_leaves_the_picture_or_the_background(index: int, cells: tuple[i
 
 def test_objects_move_against_the_background_as_the_caption_says() -> None:
     T, H, W = 32, 128, 128
-    seen = set()
+    motions = set()
     for index in range(40):
         paths = draw_scene(2, index, (T, H, W)).paths[0].numpy().astype(np.int64)
         attributes = world_attributes(2, index)
         camera = paths[:, :2]
-        moved = tuple(np.sign(camera[-1] - camera[0]).tolist())
+        direction = tuple(np.sign(camera[-1] - camera[0]).tolist())
         names = {(0, -1): "left", (0, 1): "right", (-1, 0): "up", (1, 0): "down", (0, 0): "still"}
-        assert names[moved] == attributes.camera
+        assert names[direction] == attributes.camera
         for n, o in enumerate(attributes.objects):
             # where an object is in the world: in the picture, and the picture in the world
             world = paths[:, 2 + 2 * n : 4 + 2 * n] + camera
@@ -161,8 +167,8 @@ def test_objects_move_against_the_background_as_the_caption_says() -> None:
                 assert o.motion == ("clockwise" if area > 0 else "counterclockwise")
             else:
                 assert names[tuple(np.sign(np.trunc((world[-1] - world[0]) / 2)).astype(int).tolist())] == o.motion
-            seen.add(o.motion)
-    assert seen == set(MOTIONS)
+            motions.add(o.motion)
+    assert motions == set(MOTIONS)
 
 
 def test_objects_pass_before_each_other_and_are_still_seen() -> None:

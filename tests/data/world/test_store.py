@@ -35,16 +35,16 @@ def test_a_batch_is_drawn_where_it_is_put() -> None:
         assert batch.latents.shape == (4, 16, 2, 4, 6)
         # what travels from a worker is small
         assert len(pickle.dumps(batch.latents.scenes)) < 4000
-        moved = batch.to("cpu")
-        assert type(moved.latents) is torch.Tensor
+        on_cpu = batch.to("cpu")
+        assert type(on_cpu.latents) is torch.Tensor
         for i, name in enumerate(batch.sample_ids):
             number = int(name.rpartition("-")[2])
             video = render(draw_scene(1, number, (8, 32, 48)), (8, 32, 48))[0]
-            assert torch.equal(moved.latents[i], codec.encode(video))
-            assert torch.equal(batch.latents[i : i + 1].to("cpu")[0], moved.latents[i])
+            assert torch.equal(on_cpu.latents[i], codec.encode(video))
+            assert torch.equal(batch.latents[i : i + 1].to("cpu")[0], on_cpu.latents[i])
             assert batch.captions[i] in ("", world_caption(world_attributes(1, number)))
         # a second time nothing is left to do
-        assert torch.equal(moved.to("cpu").latents, moved.latents)
+        assert torch.equal(on_cpu.to("cpu").latents, on_cpu.latents)
 
 
 def test_workers_and_starting_steps_change_nothing() -> None:
@@ -70,11 +70,11 @@ def test_statistics_are_those_of_the_first_clips() -> None:
 
 
 def test_the_held_out_clips_do_not_depend_on_seed_and_batch_size() -> None:
-    def held(data: WorldOnlineDataModule) -> set[str]:
+    def val_names(data: WorldOnlineDataModule) -> set[str]:
         return {name for batch in data.val_dataloader() for name in batch.sample_ids}
 
-    assert held(module()) == held(module(seed=3, batch_size=2)) != set()
-    assert held(module()).isdisjoint({name for batch in first(module(), 20) for name in batch.sample_ids})
+    assert val_names(module()) == val_names(module(seed=3, batch_size=2)) != set()
+    assert val_names(module()).isdisjoint({name for batch in first(module(), 20) for name in batch.sample_ids})
     assert module().held_out_captions(2)[0].endswith(tuple(("up", "down", "left", "right", "still")))
 
 

@@ -31,71 +31,71 @@ def clip(run: LoadedRun) -> Clip:
 @pytest.fixture(scope="module")
 def seen(run: LoadedRun, clip: Clip, tiny_config) -> tuple[Captures, dict[str, list[torch.Tensor]]]:
     """Captures of both layers at two timesteps, and by hooks what went in and out of the layers meanwhile."""
-    hooked: dict[str, list[torch.Tensor]] = {"v": [], "out": [], "gate": []}
+    hook_tensors: dict[str, list[torch.Tensor]] = {"v": [], "out": [], "gate": []}
     handles = []
     for block in run.model.blocks:
         to_v, to_out, gate = block.attn1.to_v, block.attn1.to_out[0], block.to_gate_compress
-        handles.append(to_v.register_forward_hook(lambda _, args, out: hooked["v"].append(out)))
-        handles.append(to_out.register_forward_hook(lambda _, args, out: hooked["out"].append(args[0])))
-        handles.append(gate.register_forward_hook(lambda _, args, out: hooked["gate"].append(out)))
-    found = capture_clips(
+        handles.append(to_v.register_forward_hook(lambda _, args, out: hook_tensors["v"].append(out)))
+        handles.append(to_out.register_forward_hook(lambda _, args, out: hook_tensors["out"].append(args[0])))
+        handles.append(gate.register_forward_hook(lambda _, args, out: hook_tensors["gate"].append(out)))
+    captures = capture_clips(
         run, [clip], layers=(0, 1), timesteps=(800.0, 300.0), attention=tiny_config()["attention"], seed=3
     )
     for handle in handles:
         handle.remove()
-    return found, hooked
+    return captures, hook_tensors
 
 
 def test_captures_are_in_raster_order_with_their_places(seen, run):
-    found, hooked = seen
-    assert [(item.name, item.layer, item.timestep) for item in found.items] == [
+    captures, hook_tensors = seen
+    assert [(item.name, item.layer, item.timestep) for item in captures.items] == [
         ("a.mp4", layer, timestep) for timestep in (800, 300) for layer in (0, 1)
     ]
     layout = run.model.layout_for((16, 4, 8, 8))
-    for place, item in enumerate(found.items):
+    for place, item in enumerate(captures.items):
         assert (item.grid_thw, tuple(item.q.shape), item.topk) == ((4, 4, 4), (1, 64, 2, 16), 2)
         # the model's own order is another one
-        assert torch.equal(layout.unpermute(hooked["v"][place]), item.v.flatten(2))
-        assert not torch.equal(hooked["v"][place], item.v.flatten(2))
-        assert torch.equal(layout.unpermute(hooked["gate"][place]), item.extra["gate_compress"].flatten(2))
+        assert torch.equal(layout.unpermute(hook_tensors["v"][place]), item.v.flatten(2))
+        assert not torch.equal(hook_tensors["v"][place], item.v.flatten(2))
+        assert torch.equal(layout.unpermute(hook_tensors["gate"][place]), item.extra["gate_compress"].flatten(2))
         assert set(item.extra) == {"gate_compress", "gate_fine"}
         assert item.place == f"a.mp4, layer {item.layer}, timestep {item.timestep:g}"
 
 
 def test_its_own_method_is_measured_with_its_gates(seen, run):
-    found, hooked = seen
-    assert found.attention is not None
-    own = Method(label=AS_TRAINED, family=AS_TRAINED, config=found.attention, trained=True)
+    captures, hook_tensors = seen
+    assert captures.attention is not None
+    own = Method(label=AS_TRAINED, family=AS_TRAINED, config=captures.attention, trained=True)
     methods = [parse_method("full"), parse_method("video_sparse topk=2", tile_thw=(2, 2, 2)), own]
     layout = run.model.layout_for((16, 4, 8, 8))
-    for place, item in enumerate(found.items):
-        _, free, trained = measure(item, methods, queries=None, repeats=1)
+    for place, item in enumerate(captures.items):
+        _, free, own_row = measure(item, methods, queries=None, repeats=1)
         q, k, v = (x.double().transpose(1, 2) for x in (item.q, item.k, item.v))
         exact = ((q @ k.transpose(-1, -2) / 4).softmax(-1) @ v).transpose(1, 2).flatten(2)
         # what the layer itself made of it, by the hook
-        missed = layout.unpermute(hooked["out"][place]).double() - exact
-        assert trained.error_l1 == pytest.approx(float(missed.abs().sum() / exact.abs().sum()), rel=1e-4)
-        assert (trained.topk, trained.tiles, trained.density) == (2, 8, 0.25)
+        error = layout.unpermute(hook_tensors["out"][place]).double() - exact
+        assert own_row.error_l1 == pytest.approx(float(error.abs().sum() / exact.abs().sum()), rel=1e-4)
+        assert (own_row.topk, own_row.tiles, own_row.density) == (2, 8, 0.25)
         # the same tiles without gates are another output
-        assert trained.recall == pytest.approx(free.recall, abs=1e-6)
-        assert abs(trained.error_l1 - free.error_l1) > 0.01
+        assert own_row.recall == pytest.approx(free.recall, abs=1e-6)
+        assert abs(own_row.error_l1 - free.error_l1) > 0.01
 
 
 def test_watching_changes_nothing(seen, run, clip):
-    found, _ = seen
+    captures, _ = seen
     again = capture_clips(run, [clip], layers=(1,), timesteps=(300.0,), seed=3)
     assert [item.layer for item in again.items] == [1]
-    assert torch.equal(again.items[0].q, found.items[-1].q)
+    assert torch.equal(again.items[0].q, captures.items[-1].q)
     other = capture_clips(run, [clip], layers=(1,), timesteps=(300.0,), seed=4)
-    assert not torch.equal(other.items[0].q, found.items[-1].q)
+    assert not torch.equal(other.items[0].q, captures.items[-1].q)
 
 
 def test_a_file_brings_captures_back(seen, tmp_path: Path):
-    found, _ = seen
-    loaded = load_captures(save_captures(found, tmp_path / "q.safetensors"))
-    assert (loaded.source, loaded.attention) == (found.source, found.attention)
-    assert len(loaded.items) == 4
-    for ours, theirs in zip(loaded.items, found.items, strict=True):
+    captures, _ = seen
+    copy = load_captures(save_captures(captures, tmp_path / "q.safetensors"))
+    assert (copy.source, copy.attention) == (captures.source, captures.attention)
+    assert len(copy.items) == 4
+    for ours, theirs in zip(copy.items, captures.items, strict=True):
         for name in ("name", "grid_thw", "layer", "timestep", "topk"):
             assert getattr(ours, name) == getattr(theirs, name)
         for name in "qkv":
@@ -105,25 +105,25 @@ def test_a_file_brings_captures_back(seen, tmp_path: Path):
 
 
 def test_files_that_are_none_are_refused(tmp_path: Path):
-    def refused(message: str, path: Path) -> None:
-        with pytest.raises(ValueError, match=message) as told:
+    def expect_refusal(message: str, path: Path) -> None:
+        with pytest.raises(ValueError, match=message) as error_info:
             load_captures(path)
-        assert "\n" not in str(told.value)
+        assert "\n" not in str(error_info.value)
 
     path = tmp_path / "q.safetensors"
-    refused("no such file of captures: .*q.safetensors", path)
+    expect_refusal("no such file of captures: .*q.safetensors", path)
     path.write_text("no tensors")
-    refused("q.safetensors is not a complete file of captures", path)
+    expect_refusal("q.safetensors is not a complete file of captures", path)
     x = torch.zeros(1, 8, 2, 4)
     save_file({"a": x}, path)
-    refused("holds no captures: expected format .*, got None", path)
-    listed = {"name": "a", "grid_thw": [2, 2, 2], "layer": 0, "timestep": None, "topk": None}
+    expect_refusal("holds no captures: expected format .*, got None", path)
+    entry = {"name": "a", "grid_thw": [2, 2, 2], "layer": 0, "timestep": None, "topk": None}
     for tensors, captures, message in (
-        ({"0.q": x, "0.k": x}, [listed], "not a complete file of captures: '0.v'"),
-        ({"0.q": x, "0.k": x, "0.v": x[:, :7]}, [listed], r"q.safetensors: 0.v must be .* got \[1, 7, 2, 4\]"),
+        ({"0.q": x, "0.k": x}, [entry], "not a complete file of captures: '0.v'"),
+        ({"0.q": x, "0.k": x, "0.v": x[:, :7]}, [entry], r"q.safetensors: 0.v must be .* got \[1, 7, 2, 4\]"),
         ({"0.q": x}, [], "holds no captures"),
     ):
         facts = {"source": "here", "attention": None, "captures": captures}
         tensors = {name: one.clone() for name, one in tensors.items()}
         save_file(tensors, path, metadata={"format": "vsa-captures-1", "captures": json.dumps(facts)})
-        refused(message, path)
+        expect_refusal(message, path)

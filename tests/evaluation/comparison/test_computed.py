@@ -32,37 +32,41 @@ def test_lists_are_the_mask_of_their_pairs(seed, fine, sizes):
     generator = torch.Generator().manual_seed(seed)
     layout = TileLayout.build([Segment(GRID)], tile_thw=TILE, kv_tile_thw=(1, 2, 2))
     num_q, num_kv = layout.num_blocks, layout.kv_blocks.num
-    kept = torch.rand(*sizes, num_q, num_kv, generator=generator) < 0.4
-    masked = kept & (torch.rand(kept.shape, generator=generator) < 0.5) & torch.tensor(fine)
-    ids = torch.randint(0, 3, kept.shape, generator=generator)
+    selection = torch.rand(*sizes, num_q, num_kv, generator=generator) < 0.4
+    masked = selection & (torch.rand(selection.shape, generator=generator) < 0.5) & torch.tensor(fine)
+    ids = torch.randint(0, 3, selection.shape, generator=generator)
     bits = torch.rand(3, 16, 4, generator=generator) < 0.5
-    width = int(kept.sum(-1).max())
+    width = int(selection.sum(-1).max())
     # what stands behind the lists is never read
-    lists = torch.full((*kept.shape[:-1], width), 7, dtype=torch.int32)
+    lists = torch.full((*selection.shape[:-1], width), 7, dtype=torch.int32)
     mask_ids = torch.full_like(lists, 99)
     expected = torch.zeros(*sizes, 60, 60, dtype=torch.bool)
-    visited = torch.zeros_like(expected)
+    visits = torch.zeros_like(expected)
     q_starts, kv_starts = layout.blocks.offsets.tolist(), layout.kv_blocks.offsets.tolist()
     for b, h, i in ((b, h, i) for b in range(sizes[0]) for h in range(sizes[1]) for i in range(num_q)):
-        whole = [j for j in range(num_kv) if kept[b, h, i, j] and not masked[b, h, i, j]]
+        whole = [j for j in range(num_kv) if selection[b, h, i, j] and not masked[b, h, i, j]]
         parts = [j for j in range(num_kv) if masked[b, h, i, j]]
         for place, j in enumerate([*whole, *parts]):
             lists[b, h, i, place] = j
             mask_ids[b, h, i, place] = int(ids[b, h, i, j])
             rows, columns = slice(q_starts[i], q_starts[i + 1]), slice(kv_starts[j], kv_starts[j + 1])
-            visited[b, h, rows, columns] = True
+            visits[b, h, rows, columns] = True
             mask = bits[ids[b, h, i, j]][: rows.stop - rows.start, : columns.stop - columns.start]
             expected[b, h, rows, columns] = mask if j in parts else True
-    counts = kept.sum(-1, dtype=torch.int32)
-    extra = {"kv_num_full_blocks": (kept & ~masked).sum(-1, dtype=torch.int32), "mask_ids": mask_ids, "mask_bits": bits}
+    counts = selection.sum(-1, dtype=torch.int32)
+    extra = {
+        "kv_num_full_blocks": (selection & ~masked).sum(-1, dtype=torch.int32),
+        "mask_ids": mask_ids,
+        "mask_bits": bits,
+    }
     index = BlockIndex(kv_indices=lists, kv_num_blocks=counts, **(extra if fine else {}))
-    computed = of_lists(index, layout)
+    pairs = of_lists(index, layout)
     tokens = torch.randperm(60, generator=generator)[:17]
-    assert computed.rows is not None
-    assert torch.equal(computed.rows(tokens), expected[:, :, tokens])
-    assert computed.density == pytest.approx(float(expected.double().mean()))
-    assert computed.visited == pytest.approx(float(visited.double().mean()))
-    assert (computed.density == computed.visited) == torch.equal(expected, visited)
+    assert pairs.rows is not None
+    assert torch.equal(pairs.rows(tokens), expected[:, :, tokens])
+    assert pairs.density == pytest.approx(float(expected.double().mean()))
+    assert pairs.visited == pytest.approx(float(visits.double().mean()))
+    assert (pairs.density == pairs.visited) == torch.equal(expected, visits)
 
 
 METHODS = {
@@ -83,12 +87,12 @@ def test_what_a_method_computes_is_what_moves_its_output(name):
     topk = layout.num_video_tiles if name == "all tiles" else 2
     generator = torch.Generator().manual_seed(0)
     q, k = torch.randn(2, 1, 60, 2, 4, generator=generator, dtype=torch.float64)
-    recorded = {}
-    ctx = AttnContext(layout=layout, topk=topk, recorder=lambda _, tensors: recorded.update(tensors))
+    records = {}
+    ctx = AttnContext(layout=layout, topk=topk, recorder=lambda _, tensors: records.update(tensors))
     method.attend(q, k, k, ctx)
-    computed = computed_pairs(method, layout, recorded)
-    assert computed.rows is not None
-    rows = computed.rows(torch.arange(60)).expand(1, 2, 60, 60)
+    pairs = computed_pairs(method, layout, records)
+    assert pairs.rows is not None
+    rows = pairs.rows(torch.arange(60)).expand(1, 2, 60, 60)
     # whole kv tiles, as many a row as are kept
     ids = torch.tensor(cube_ids(GRID, kv_tile))[layout.order]
     for column in ids.unique():
@@ -96,17 +100,17 @@ def test_what_a_method_computes_is_what_moves_its_output(name):
         assert torch.equal(same.all(-1), same.any(-1))
     heads = [rows[..., ids == column].any(-1) for column in ids.unique()]
     assert (torch.stack(heads, -1).sum(-1) == topk).all()
-    assert computed.density == computed.visited == pytest.approx(float(rows.double().mean()))
+    assert pairs.density == pairs.visited == pytest.approx(float(rows.double().mean()))
     for key in (0, 31, 59):
         marks = torch.zeros(1, 60, 2, 4, dtype=torch.float64)
         marks[:, key] = 1
         part = method.attend(q, k, marks, AttnContext(layout=layout, topk=topk))
         out = part["fine"] if "fine" in part else part["out"]
-        moved = (out[..., 0] > 0).transpose(1, 2)
+        changes = (out[..., 0] > 0).transpose(1, 2)
         if name == "pooled_tail":
-            assert (moved | ~rows[..., key]).all()
+            assert (changes | ~rows[..., key]).all()
         else:
-            assert torch.equal(moved, rows[..., key])
+            assert torch.equal(changes, rows[..., key])
 
 
 def test_methods_without_lists():
@@ -123,8 +127,8 @@ def test_methods_without_lists():
     assert inside.rows is not None
     assert torch.equal(inside.rows(tokens)[0, 0], mask[tokens])
     assert inside.density == pytest.approx(float(mask.double().mean()))
-    pooled = CompressedKV(**SIZES, pool_thw=TILE)
-    none = computed_pairs(pooled, pooled.layout([Segment(GRID)]), None)
+    pooling = CompressedKV(**SIZES, pool_thw=TILE)
+    none = computed_pairs(pooling, pooling.layout([Segment(GRID)]), None)
     assert none.rows is None
     assert none.density == pytest.approx(6 / 60)
 

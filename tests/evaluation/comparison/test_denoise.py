@@ -24,13 +24,13 @@ def test_methods_are_put_into_the_same_weights(tiny_run_dir: Path):
     settings = run.settings(steps=2, seed=5, batch_size=1)
     names = ["video_sparse topk=8", "video_sparse topk=2", "staged stages=f score=random topk=1", "spatial_full"]
     own = Method(label=AS_TRAINED, family=AS_TRAINED, config={}, trained=True)
-    done: list[int] = []
+    steps: list[int] = []
     methods = [*parse_methods(names, tile_thw=(2, 2, 2)), own]
     before = {name: p.clone() for name, p in run.model.named_parameters()}
-    rows = compare_denoising(run, PROMPTS, methods, settings, DenoisingPlan(), progress=done.append)
-    assert sum(done) == len(methods) * len(PROMPTS) * settings.steps
+    rows = compare_denoising(run, PROMPTS, methods, settings, DenoisingPlan(), progress=steps.append)
+    assert sum(steps) == len(methods) * len(PROMPTS) * settings.steps
     assert [row.method for row in rows] == ["full", *names, AS_TRAINED]
-    full, every, few, random, spatial, trained = rows
+    full, every, few, random, spatial, own_row = rows
     assert (full.psnr, full.ssim, full.density) == (None, None, 1)
     # all tiles are dense attention, up to rounding of pixels
     assert every.psnr is not None
@@ -39,7 +39,7 @@ def test_methods_are_put_into_the_same_weights(tiny_run_dir: Path):
     assert few.psnr is not None
     assert random.psnr is not None
     assert every.psnr - 10 > few.psnr > 5
-    assert [row.density for row in (few, random, spatial, trained)] == pytest.approx([1 / 4, 1 / 8, 1 / 4, 1 / 4])
+    assert [row.density for row in (few, random, spatial, own_row)] == pytest.approx([1 / 4, 1 / 8, 1 / 4, 1 / 4])
     assert all(row.seconds > 0 for row in rows)
     # by the pipeline itself: dense, training-free with gates at their start, and the run as it is
     model = run.model
@@ -54,11 +54,11 @@ def test_methods_are_put_into_the_same_weights(tiny_run_dir: Path):
         clips[name] = generate(run, PROMPTS, settings)
     object.__setattr__(run, "model", model)
     clips["own"] = generate(run, PROMPTS, settings)
-    for row, name in ((few, "few"), (trained, "own")):
+    for row, name in ((few, "few"), (own_row, "own")):
         assert row.psnr == pytest.approx(psnr(clips[name], clips["full"]))
         values = [ssim(a, b) for a, b in zip(clips[name], clips["full"], strict=True)]
         assert row.ssim == pytest.approx(sum(values) / 2)
-    assert few.psnr != trained.psnr
+    assert few.psnr != own_row.psnr
     # the run's own weights are what they were
     assert all(torch.equal(p, before[name]) for name, p in run.model.named_parameters())
 

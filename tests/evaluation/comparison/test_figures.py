@@ -32,14 +32,14 @@ def test_every_method_is_drawn_and_told_from_the_others(tmp_path: Path, monkeypa
     looks = {(trace["marker"]["color"], trace["marker"]["symbol"]) for trace in traces}
     assert len(looks) == len(METHODS) > len(COLOURS)
 
-    drawn = []
+    curves = []
     plot = matplotlib.axes.Axes.plot
 
-    def noted(self, *args, **kwargs):
-        drawn.append((kwargs["label"].strip(), kwargs["color"], kwargs.get("marker")))
+    def record_plot(self, *args, **kwargs):
+        curves.append((kwargs["label"].strip(), kwargs["color"], kwargs.get("marker")))
         return plot(self, *args, **kwargs)
 
-    monkeypatch.setattr(matplotlib.axes.Axes, "plot", noted)
+    monkeypatch.setattr(matplotlib.axes.Axes, "plot", record_plot)
     draw_panel(panel, tmp_path / "error.png", title="")
-    assert [name for name, *_ in drawn] == METHODS
-    assert len({(colour, marker) for _, colour, marker in drawn}) == len(METHODS)
+    assert [name for name, *_ in curves] == METHODS
+    assert len({(colour, marker) for _, colour, marker in curves}) == len(METHODS)

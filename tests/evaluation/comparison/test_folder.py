@@ -64,7 +64,7 @@ def test_a_run_with_clips_and_prompts(tiny_run_dir: Path, videos: Path, tmp_path
     few = ["--most-clips", "2", "--repeats", "1", "--queries", "16", "--save", tmp_path / "q.safetensors"]
     plan = ["--dense-steps", "1", "--refresh", "2"]
     run_command(compare_attention, *where, *few, *options(*METHODS), "--prompt", EVIL, "--steps", "2", *plan)
-    shown = capsys.readouterr().out
+    output = capsys.readouterr().out
     out = tiny_run_dir / "comparison"
     record = json.loads((out / "comparison.json").read_text())
     names = ["full", *METHODS, "as trained"]
@@ -81,12 +81,12 @@ def test_a_run_with_clips_and_prompts(tiny_run_dir: Path, videos: Path, tmp_path
     # every number of the JSON is in the CSV, every mean in the page and in the terminal
     rows = read(out / "comparison" / "rows.csv")
     assert list(rows[0]) == list(Row.__dataclass_fields__)
-    for row, told in zip(rows, record["rows"], strict=True):
-        assert {name: "" if value is None else str(value) for name, value in told.items()} == row
+    for row, entry in zip(rows, record["rows"], strict=True):
+        assert {name: "" if value is None else str(value) for name, value in entry.items()} == row
     means = {(row["captures"], row["method"]): row for row in read(out / "comparison" / "means.csv")}
     assert {group for group, _ in means} == {"all", "layer 0", "layer 1", "timestep 900", "timestep 200"}
     page = Page((out / "comparison.html").read_text(encoding="utf-8"))
-    words = " ".join(shown.split())
+    words = " ".join(output.split())
     for name in names:
         own = [row for row in record["rows"] if row["method"] == name]
         for group, some in (("all", own), ("layer 1", [row for row in own if row["layer"] == 1])):
@@ -102,9 +102,9 @@ def test_a_run_with_clips_and_prompts(tiny_run_dir: Path, videos: Path, tmp_path
     for row in record["denoising"][1:]:
         assert f"{float(row['psnr']):.3g}" in page.texts
     # the plan stands in the page's head, over its table and over that of the terminal
-    told = "all but dense attention with dense_steps=1, refresh=2"
-    assert len([text for text in page.texts if told in text]) == 2
-    assert told in words
+    entry = "all but dense attention with dense_steps=1, refresh=2"
+    assert len([text for text in page.texts if entry in text]) == 2
+    assert entry in words
     # the file of captures gives the same numbers elsewhere
     again = ["--captures", tmp_path / "q.safetensors", "--out", tmp_path / "again", "--tile", "2", "2", "2"]
     run_command(compare_attention, *again, "--repeats", "1", "--queries", "16", *options(*METHODS), "--device", "cpu")
@@ -126,12 +126,12 @@ def test_drawn_fields_and_a_page_that_loads_nothing(tmp_path: Path, monkeypatch,
     monkeypatch.setenv("COLUMNS", "80")
     draw = ["--synthetic", "2", "6", "6", "--heads", "2", "--head-dim", "8", "--tile", "1", "2", "2", "--device", "cpu"]
     run_command(compare_attention, *draw, *options(*METHODS[:3]), "--repeats", "1", "--out", tmp_path)
-    shown = capsys.readouterr().out.splitlines()
-    assert max(map(len, shown[:-1])) <= 80
-    headers = [line.split() for line in shown if line.split()[:1] == ["method"]]
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines[:-1])) <= 80
+    headers = [line.split() for line in lines if line.split()[:1] == ["method"]]
     assert [header[:3] for header in headers] == [["method", "kept", "density"]] * 2
     # a method's settings and budget, whatever the width
-    assert len([line for line in shown if "score=oracle" in line or "2 of 18" in line]) >= 2
+    assert len([line for line in lines if "score=oracle" in line or "2 of 18" in line]) >= 2
     data = tmp_path / "comparison"
     assert np.asarray(Image.open(data / "error-density-fields.png").convert("L")).std() > 5
     names = {path.name for path in data.iterdir()}
@@ -166,8 +166,8 @@ def test_without_methods_it_measures_the_usual_ones_of_the_grid(tmp_path: Path, 
     words += ["--sparsity", "0.5", "--repeats", "1", "--device", "cpu", "--out", tmp_path]
     run_command(compare_attention, *words)
     record = json.loads((tmp_path / "comparison.json").read_text())
-    asked, (note,) = usual_on((1, 2, 4), [0.5], (1, 1, 2))
-    assert [row["method"] for row in record["rows"]] == [method.label for method in asked] * 2
+    methods, (note,) = usual_on((1, 2, 4), [0.5], (1, 1, 2))
+    assert [row["method"] for row in record["rows"]] == [method.label for method in methods] * 2
     assert note in capsys.readouterr().out
     assert note in Page((tmp_path / "comparison.html").read_text(encoding="utf-8")).texts
 
@@ -206,7 +206,7 @@ def test_without_methods_it_measures_the_usual_ones_of_the_grid(tmp_path: Path, 
 def test_bad_input_is_one_line(words, message, tiny_run_dir, tmp_path, command_line):  # noqa: F811
     (tmp_path / "empty").mkdir()
     places = {"RUN": str(tiny_run_dir), "EMPTY": str(tmp_path / "empty")}
-    words = [re.sub("RUN|EMPTY", lambda found: places[found[0]], word) for word in words]
+    words = [re.sub("RUN|EMPTY", lambda match: places[match[0]], word) for word in words]
     words += ["--out", str(tmp_path / "out"), "--device", "cpu"]
     status, _, err = command_line("compare-attention", *words)
     assert status == 1

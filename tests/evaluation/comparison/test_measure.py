@@ -42,8 +42,8 @@ def mean_mask(capture: Capture, topk: int) -> torch.Tensor:
     mean = members / members.sum(1, keepdim=True)
     q, k = (mean @ x.double().transpose(1, 2) for x in (capture.q, capture.k))
     scores = q @ k.transpose(-1, -2)
-    chosen = torch.zeros_like(scores).scatter_(-1, scores.topk(topk).indices, 1)
-    return (members.T @ chosen @ members) > 0
+    selection = torch.zeros_like(scores).scatter_(-1, scores.topk(topk).indices, 1)
+    return (members.T @ selection @ members) > 0
 
 
 @pytest.mark.parametrize("grid", [(2, 4, 6), (3, 5, 7)], ids=str)
@@ -54,20 +54,20 @@ def test_numbers_are_those_of_dense_attention_under_the_mask(grid, queries):
     row, full = rows[f"video_sparse topk={topk}"], rows["full"]
     weights, exact = dense(capture)
     mask = mean_mask(capture, topk)
-    kept = weights * mask
-    out = (kept / kept.sum(-1, keepdim=True) @ capture.v.double().transpose(1, 2)).transpose(1, 2)
+    masked_weights = weights * mask
+    out = (masked_weights / masked_weights.sum(-1, keepdim=True) @ capture.v.double().transpose(1, 2)).transpose(1, 2)
     some = torch.randperm(length, generator=torch.Generator().manual_seed(5))[: queries or length]
-    missed, size = (out - exact)[:, some], exact[:, some]
-    assert row.recall == pytest.approx(float(kept.sum(-1)[:, :, some].mean()), abs=1e-5)
+    error, size = (out - exact)[:, some], exact[:, some]
+    assert row.recall == pytest.approx(float(masked_weights.sum(-1)[:, :, some].mean()), abs=1e-5)
     assert row.density == row.visited == pytest.approx(float(mask.double().mean()))
-    assert row.error_l1 == pytest.approx(float(missed.abs().sum() / size.abs().sum()), rel=1e-4)
-    assert row.error_l2 == pytest.approx(float(missed.norm() / size.norm()), rel=1e-4)
+    assert row.error_l1 == pytest.approx(float(error.abs().sum() / size.abs().sum()), rel=1e-4)
+    assert row.error_l2 == pytest.approx(float(error.norm() / size.norm()), rel=1e-4)
     assert (row.topk, row.tiles) == (topk, len(set(cube_ids(grid, TILE))))
     # control: another top-k is another mask; other queries are another mean
     other = mean_mask(capture, topk + 1)
     assert abs(row.recall - float((weights * other).sum(-1)[:, :, some].mean())) > 1e-3
     if queries is not None:
-        assert abs(row.recall - float(kept.sum(-1).mean())) > 1e-5
+        assert abs(row.recall - float(masked_weights.sum(-1).mean())) > 1e-5
     assert (full.density, full.visited, full.recall) == (1, 1, pytest.approx(1, abs=1e-5))
     assert full.error_l1 < 1e-5
     assert (full.topk, full.tiles, full.prediction_ms) == (None, None, 0)
@@ -138,8 +138,8 @@ def test_layers_that_take_turns_are_those_of_the_capture():
 def test_grouped_kv_heads():
     capture = drawn((2, 4, 4), heads=4)
     grouped = Capture(name="g", grid_thw=(2, 4, 4), q=capture.q, k=capture.k[:, :, :2], v=capture.v[:, :, :2])
-    repeated = {name: getattr(grouped, name).repeat_interleave(2, dim=2) for name in "kv"}
-    plain = Capture(name="p", grid_thw=(2, 4, 4), q=capture.q, **repeated)
+    copies = {name: getattr(grouped, name).repeat_interleave(2, dim=2) for name in "kv"}
+    plain = Capture(name="p", grid_thw=(2, 4, 4), q=capture.q, **copies)
     a, b = (rows_of(item, "video_sparse topk=2")["video_sparse topk=2"] for item in (grouped, plain))
     assert (a.density, a.recall) == (b.density, pytest.approx(b.recall, abs=1e-6))
     assert a.error_l1 == pytest.approx(b.error_l1, rel=1e-4)

@@ -22,21 +22,21 @@ def test_a_method_is_built_as_its_config_says():
         3,
         None,
     )
-    made = method.make(**LAYER)
-    assert isinstance(made, VideoSparseAttention)
-    assert (made.tile_thw, made.layer_idx, made.to_gate_fine) == ((2, 2, 2), 3, None)
-    layout = made.layout([Segment((4, 4, 4))])
+    layer = method.make(**LAYER)
+    assert isinstance(layer, VideoSparseAttention)
+    assert (layer.tile_thw, layer.layer_idx, layer.to_gate_fine) == ((2, 2, 2), 3, None)
+    layout = layer.layout([Segment((4, 4, 4))])
     assert method.kept(layout) == 3
     words = "staged stages=f sparsity=0.75 attention.tile_thw=[2,4,4] score=subblock_lse score_thw=[1,2,2]"
     method = parse_method(words)
     assert method.label == words
     assert method.family == "staged stages=f attention.tile_thw=[2,4,4] score=subblock_lse score_thw=[1,2,2]"
-    made = method.make(**LAYER)
-    assert isinstance(made, StagedAttention)
-    assert (made.tile_thw, made.score_thw, made.score) == ((2, 4, 4), (1, 2, 2), "subblock_lse")
+    layer = method.make(**LAYER)
+    assert isinstance(layer, StagedAttention)
+    assert (layer.tile_thw, layer.score_thw, layer.score) == ((2, 4, 4), (1, 2, 2), "subblock_lse")
     # gates at the dense start
-    assert method.kept(made.layout([Segment((4, 8, 8))])) == 2
-    assert set(made.extra_modules()) == set()
+    assert method.kept(layer.layout([Segment((4, 8, 8))])) == 2
+    assert set(layer.extra_modules()) == set()
     # methods without a budget keep what there is
     assert parse_method("full").kept(parse_method("full").make(**LAYER).layout([Segment((4, 4, 4))])) == 1
 

@@ -41,25 +41,25 @@ PROMPTS = ["a red circle moving left", "a cat"]
 
 @pytest.fixture(scope="module")
 def pipe() -> Any:
-    made = make_pipeline()
-    tiny.stirred(made.transformer)
-    made.set_progress_bar_config(disable=True)
-    return made
+    pipeline = make_pipeline()
+    tiny.stirred(pipeline.transformer)
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
 
 
 @contextmanager
 def hearing() -> Iterator[list[tuple[Tensor, Tensor, Tensor]]]:
     """q, k, v `[B, L, H, D]` of the self-attention calls of an untouched model."""
-    plain, heard = F.scaled_dot_product_attention, []
+    plain, calls = F.scaled_dot_product_attention, []
 
     def attention(query, key, value, *rest, **more):
         if query.shape[2] == key.shape[2] == 30:
-            heard.append(tuple(x.transpose(1, 2).clone() for x in (query, key, value)))
+            calls.append(tuple(x.transpose(1, 2).clone() for x in (query, key, value)))
         return plain(query, key, value, *rest, **more)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(F, "scaled_dot_product_attention", attention)
-        yield heard
+        yield calls
 
 
 @torch.no_grad()
@@ -67,57 +67,59 @@ def test_captures_are_what_the_pipelines_own_layers_see(pipe):
     latents = tiny.randn(16, 2, 6, 10, seed=3)
     statistics = LatentStatistics(mean=torch.linspace(-1, 1, 16), std=torch.linspace(0.5, 3, 16))
     clip = Clip(name="a.mp4", caption=PROMPTS[0], video=torch.zeros(5, 48, 80, 3, dtype=torch.uint8), latents=latents)
-    found = capture_pipeline(pipe, [clip], statistics, source="here", layers=(0, 1), timesteps=(900.0, 250.0), seed=4)
-    assert [(item.name, item.layer, item.timestep) for item in found.items] == [
+    captures = capture_pipeline(
+        pipe, [clip], statistics, source="here", layers=(0, 1), timesteps=(900.0, 250.0), seed=4
+    )
+    assert [(item.name, item.layer, item.timestep) for item in captures.items] == [
         ("a.mp4", layer, timestep) for timestep in (900, 250) for layer in (0, 1)
     ]
     text, _ = pipe.encode_prompt(PROMPTS[0], do_classifier_free_guidance=False, max_sequence_length=512)
     clean = (latents[None] - statistics.mean.view(1, -1, 1, 1, 1)) / statistics.std.view(1, -1, 1, 1, 1)
     noise = noise_like(clean, clip_seeds(4, 1))
-    with hearing() as heard:
+    with hearing() as calls:
         for sigma in (0.9, 0.25):
-            noised = (1 - sigma) * clean + sigma * noise
-            pipe.transformer(noised, torch.tensor([1000 * sigma]), text)
-    assert len(heard) == len(found.items) == 4
-    for item, expected in zip(found.items, heard, strict=True):
+            x_t = (1 - sigma) * clean + sigma * noise
+            pipe.transformer(x_t, torch.tensor([1000 * sigma]), text)
+    assert len(calls) == len(captures.items) == 4
+    for item, expected in zip(captures.items, calls, strict=True):
         assert (item.grid_thw, item.topk, dict(item.extra)) == (GRID, None, {})
         for ours, theirs in zip((item.q, item.k, item.v), expected, strict=True):
             assert ours.shape == (1, 30, 2, 12)
             torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
     # controls: another layer, another noise level
-    for other in (heard[1], heard[2]):
-        assert (found.items[0].q - other[0]).abs().max() > 0.01
+    for other in (calls[1], calls[2]):
+        assert (captures.items[0].q - other[0]).abs().max() > 0.01
     assert applied_attention(pipe.transformer) is None
     (alone,) = capture_pipeline(pipe, [clip], statistics, source="", layers=(1,), timesteps=(250.0,), seed=4).items
-    assert torch.equal(alone.q, found.items[3].q)
+    assert torch.equal(alone.q, captures.items[3].q)
 
 
 def test_a_method_denoises_as_the_pipeline_under_its_mask(pipe):
     methods = parse_methods(["video_sparse topk=3", "video_sparse topk=10", "spatial_full"], tile_thw=TILE)
-    done: list[int] = []
+    steps: list[int] = []
     plan = pipeline_plan(pipe, methods, CLIP, {})
-    rows = compare_pipeline(pipe, PROMPTS[:1], methods, CLIP, plan, seed=2, progress=done.append)
-    assert sum(done) == len(methods) * CLIP.steps
+    rows = compare_pipeline(pipe, PROMPTS[:1], methods, CLIP, plan, seed=2, progress=steps.append)
+    assert sum(steps) == len(methods) * CLIP.steps
     full, few, every, spatial = rows
     assert (full.density, full.psnr, full.ssim) == (1, None, None)
     # a frame of two
     assert (every.density, spatial.density) == (1, 0.5)
 
-    def sampled() -> Tensor:
+    def sample() -> Tensor:
         seeds = clip_seeds(2, 1).tolist()
         with torch.no_grad():
             return generate_videos(pipe, PROMPTS[:1], seeds=seeds, **CLIP._asdict())
 
     # nothing is left in the pipeline
-    dense = sampled()
+    dense = sample()
     with masked_attention(GRID, TILE, 3) as shares:
-        masked = sampled()
+        masked = sample()
     assert few.density == pytest.approx(sum(shares) / len(shares))
     assert len(shares) == CLIP.steps * 2 * 2
     assert few.psnr == pytest.approx(psnr(masked, dense), abs=0.1)
     # control: other tiles are other clips
     with masked_attention(GRID, TILE, 1):
-        assert abs(psnr(sampled(), dense) - (few.psnr or 0)) > 0.3
+        assert abs(psnr(sample(), dense) - (few.psnr or 0)) > 0.3
     assert every.psnr is not None
     assert every.psnr > (few.psnr or 0) + 3
     assert all(row.seconds > 0 for row in rows)
@@ -167,10 +169,10 @@ def test_a_pipeline_by_command(pipe, tmp_path: Path):
     words += ["--latents", "2", "6", "10", "--tile", *map(str, TILE), "--method", "video_sparse topk=3"]
     words += ["--timesteps", "500", "--repeats", "1", "--device", "cpu", "--save", tmp_path / "q.safetensors"]
     run_command(compare_attention, *words, "--out", tmp_path / "out")
-    opened = pipelines.OpenedPipeline(
+    pipeline = pipelines.OpenedPipeline(
         str(tmp_path / "wan"), (2, 6, 10), flow_shift=None, dtype=torch.float32, device="cpu"
     )
-    assert opened.grid_thw == GRID
+    assert pipeline.grid_thw == GRID
     record = json.loads((tmp_path / "out" / "comparison.json").read_text())
     assert [(row["method"], row["layer"]) for row in record["rows"]] == [
         (name, layer) for layer in (0, 1) for name in ("full", "video_sparse topk=3")
@@ -185,10 +187,10 @@ def test_a_pipeline_by_command(pipe, tmp_path: Path):
 
 @pytest.mark.parametrize("predicts", [True, False])
 def test_densities_are_measured_where_they_differ(predicts, monkeypatch):
-    measured = iter((0.5, 0.25))
-    monkeypatch.setattr(pipelines._Densities, "_measure", lambda *_: next(measured))
+    values = iter((0.5, 0.25))
+    monkeypatch.setattr(pipelines._Densities, "_measure", lambda *_: next(values))
     method = SimpleNamespace(predicts=predicts)
-    found = pipelines._Densities()
+    densities = pipelines._Densities()
     for dense in (True, False, False):
-        found.add(method, 0, SimpleNamespace(topk=3, dense=dense), None, None, None, {})
-    assert found.calls == [1.0, 0.5, 0.25 if predicts else 0.5]
+        densities.add(method, 0, SimpleNamespace(topk=3, dense=dense), None, None, None, {})
+    assert densities.calls == [1.0, 0.5, 0.25 if predicts else 0.5]

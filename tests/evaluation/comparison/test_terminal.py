@@ -69,18 +69,18 @@ def test_what_is_printed_fits_and_is_whole(rows, runs, width):
         assert max(map(len, lines)) <= width
         text = " ".join(" ".join(lines).split())
         headings = [heading for heading, _ in table.headings]
-        shown = [place for place, heading in enumerate(headings) if place == 0 or f" {heading} " in f"{text} "]
+        columns = [place for place, heading in enumerate(headings) if place == 0 or f" {heading} " in f"{text} "]
         header = next(line for line in lines if "method" in line)
-        assert header.split() == " ".join(headings[place] for place in shown).split()
+        assert header.split() == " ".join(headings[place] for place in columns).split()
         for cells in table.rows:
-            values = " ".join(cells[place].text for place in shown[1:] if cells[place].text)
+            values = " ".join(cells[place].text for place in columns[1:] if cells[place].text)
             assert any(" ".join(line.split()).endswith(values) for line in lines), values
         # control: it is too wide with the column that went last
-        spared = [headings.index(name) for name in terminal.SPARED if name in headings]
-        if len(shown) < len(headings):
-            last = [place for place in spared if place not in shown][-1]
-            widths = [max(len(cells[place].text) for cells in table.rows) for place in (*shown[1:], last)]
-            names = [len(headings[place]) for place in (*shown[1:], last)]
+        spared_columns = [headings.index(name) for name in terminal.SPARED if name in headings]
+        if len(columns) < len(headings):
+            last = [place for place in spared_columns if place not in columns][-1]
+            widths = [max(len(cells[place].text) for cells in table.rows) for place in (*columns[1:], last)]
+            names = [len(headings[place]) for place in (*columns[1:], last)]
             assert 20 + sum(3 + max(pair) for pair in zip(widths, names, strict=True)) > width
 
 

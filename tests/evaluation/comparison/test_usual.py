@@ -35,17 +35,17 @@ def test_small_grids_have_small_blocks_and_no_row_twice():
     labels = [method.label for method in methods]
     for name in ("dynamic_hilbert tokens=8 sub_tokens=2", "sparge q_tokens=8 kv_tokens=4", "fine_grained q_tokens=16"):
         assert any(label.startswith(name) for label in labels), name
-    kept = {}
+    counts = {}
     for method in methods[1:]:
         layer = method.make(**LAYER)
         layout = layer.layout([Segment((2, 8, 8))])
         if layer.selects:
-            kept.setdefault(method.family, []).append(method.kept(layout))
-            assert kept[method.family][-1] < layout.num_video_tiles
+            counts.setdefault(method.family, []).append(method.kept(layout))
+            assert counts[method.family][-1] < layout.num_video_tiles
         elif not method.predicts:
             assert layer.pairs(layout, 1) < 128**2
-    assert kept["video_sparse"] == [2, 1]
-    assert kept["dynamic_hilbert tokens=8 sub_tokens=2"] == [8, 4, 2]
+    assert counts["video_sparse"] == [2, 1]
+    assert counts["dynamic_hilbert tokens=8 sub_tokens=2"] == [8, 4, 2]
     assert notes == [
         "left out on 2x8x8, where they compute all pairs or as many tiles as another row: strided_window, "
         "staged stages=l, staged stages=c_l, 6 rows of sparsity=0.875"

@@ -12,4 +12,4 @@ PATHS = {"draw_selected": 3, "draw_heatmaps": 1, "draw_maps": 3, "draw_popularit
 def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Empty files in place of pictures, which take longer than everything else."""
     for name, place in PATHS.items():
-        monkeypatch.setattr(folder, name, lambda *given, place=place, **_: given[place].touch())
+        monkeypatch.setattr(folder, name, lambda *arguments, place=place, **_: arguments[place].touch())

@@ -81,11 +81,11 @@ def test_an_export_is_inspected_as_it_is_sampled(export: Path, pipeline: Path, c
     # of every layer its own top-k
     assert inspection.selected.sum(-1)[0].unique(dim=-1).flatten().tolist() == [3, 3, 4, 4]
     run = open_inspected(str(export), pipeline=str(pipeline))
-    found = open_clip(run, str(clip), "a red circle")
-    assert found.video.shape == (5, 48, 80, 3)
+    sample = open_clip(run, str(clip), "a red circle")
+    assert sample.video.shape == (5, 48, 80, 3)
     vae = WanVAE(str(pipeline))
-    assert torch.equal(found.latents, vae.encode(found.video))
-    assert found.latents.shape == (16, 2, 6, 10)
+    assert torch.equal(sample.latents, vae.encode(sample.video))
+    assert sample.latents.shape == (16, 2, 6, 10)
     assert run.text_padding == "zeros"
     assert torch.equal(run.latent_mean, vae.statistics[0])
     # the first latent frame holds one frame

@@ -84,17 +84,17 @@ def test_what_is_written(inspected: Path):
 
 def test_a_clip_is_cut_to_what_was_trained(tiny_run_dir: Path, clip: Path, tmp_path: Path):
     run = load_run(tiny_run_dir, device="cpu")
-    found = open_clip(run, str(clip))
-    assert found.video.shape == (16, 64, 64, 3)
-    assert found.latents.shape == (16, 4, 8, 8)
-    assert torch.equal(found.latents, run.codec.encode(found.video))
-    assert found.caption == "a <b>red</b> circle"
+    sample = open_clip(run, str(clip))
+    assert sample.video.shape == (16, 64, 64, 3)
+    assert sample.latents.shape == (16, 4, 8, 8)
+    assert torch.equal(sample.latents, run.codec.encode(sample.video))
+    assert sample.caption == "a <b>red</b> circle"
     video, _, _ = render_clip(0, 2, size=(16, 64, 64))
     write_gif(tmp_path / "b.gif", video)
-    found = open_clip(run, str(tmp_path / "b.gif"), "given")
-    assert (found.caption, found.name) == ("given", "b.gif")
+    sample = open_clip(run, str(tmp_path / "b.gif"), "given")
+    assert (sample.caption, sample.name) == ("given", "b.gif")
     # the same size: GIF's colours are all that changed
-    assert (found.video.int() - video.int()).abs().float().mean() < 6
+    assert (sample.video.int() - video.int()).abs().float().mean() < 6
 
 
 def test_a_sample_of_the_runs_data(write_tiny_run, tiny_config, tmp_path: Path):
@@ -102,11 +102,11 @@ def test_a_sample_of_the_runs_data(write_tiny_run, tiny_config, tmp_path: Path):
     data = {**config["data"], "_target_": "vsa.data.datamodule.ToyOnlineDataModule", "batch_size": 2}
     data["toy"] = {**data["toy"], "count": 3}
     run = load_run(write_tiny_run(tmp_path / "run", config={**config, "data": data}), device="cpu")
-    found = open_clip(run, "toy-0-00000002")
+    sample = open_clip(run, "toy-0-00000002")
     expected = run.codec.encode(render_clip(0, 2, size=(16, 64, 64))[0])
-    assert torch.equal(found.latents, expected)
-    assert torch.equal(found.video, run.codec.decode(expected))
-    assert found.caption
+    assert torch.equal(sample.latents, expected)
+    assert torch.equal(sample.video, run.codec.decode(expected))
+    assert sample.caption
     with pytest.raises(ValueError, match=r"'toy-9' is no video file, .* not among the 3 .* named like toy-0-00000000"):
         open_clip(run, "toy-9")
 
@@ -138,9 +138,9 @@ def test_what_the_page_leaves_out_is_told(tiny_run_dir: Path, clip: Path, tmp_pa
         inspect, tiny_run_dir, clip, "--output", tmp_path / "out", "--timesteps", "500", "--layers", "1",
         "--heads", "0", "--queries", "1,6", "--device", "cpu",
     )  # fmt: skip
-    told = capsys.readouterr().out
-    assert "The page draws 1 of 2 heads, 2 of 8 query tiles; --layers, --heads, --queries and --megabytes" in told
-    assert re.search(r"recall \d+\.\d%, random tiles 25\.0%", told)
+    output = capsys.readouterr().out
+    assert "The page draws 1 of 2 heads, 2 of 8 query tiles; --layers, --heads, --queries and --megabytes" in output
+    assert re.search(r"recall \d+\.\d%, random tiles 25\.0%", output)
     assert [row["layer"] for row in rows(tmp_path / "out" / "layers.csv")] == ["1"]
     page = (tmp_path / "out" / "inspect.html").read_text()
     # the control of the test before
@@ -179,9 +179,9 @@ def test_bad_input_is_one_line(arguments, message, tiny_run_dir: Path, clip: Pat
         Path("text.mp4").write_text("no video")
         Path("text.txt").write_text("a caption")
     words = [str(clip) if word == "CLIP" else word for word in arguments]
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as exit_info:
         main(["inspect", str(tiny_run_dir), *words, "--output", "out", "--device", "cpu"])
-    assert ended.value.code == 1
+    assert exit_info.value.code == 1
     error = capsys.readouterr().err.strip().splitlines()
     assert len(error) == 1
     assert error[0].startswith("error: ")

@@ -73,10 +73,10 @@ def make_inputs():
 def look(model, *, layers=(0, 1), queries=None, timesteps=(700, 200), topk=3, **options):
     latents, text = make_inputs()
     num_tiles = model.layout_for(LATENTS).num_blocks
-    shown = Shown(layers=tuple(layers), heads=(0, 1), queries=tuple(queries or range(num_tiles)))
+    choice = Shown(layers=tuple(layers), heads=(0, 1), queries=tuple(queries or range(num_tiles)))
     options = {"tokens": None, **options}
     return inspect_clip(
-        model, latents, text, None, timesteps=timesteps, topk=topk, shown=shown, layers=layers, **options
+        model, latents, text, None, timesteps=timesteps, topk=topk, shown=choice, layers=layers, **options
     )
 
 
@@ -84,11 +84,11 @@ def recorded(model, timestep, topk=3):
     """What the layers hand a recorder at one timestep."""
     latents, text = make_inputs()
     level = torch.full((1,), timestep / 1000)
-    found = {}
+    records = {}
     with torch.no_grad():
         x_t = add_noise(latents, noise_like(latents, clip_seeds(0, 1)), level)
-        model(x_t, to_timestep(level), text, None, topk=topk, recorder=found.__setitem__)
-    return found
+        model(x_t, to_timestep(level), text, None, topk=topk, recorder=records.__setitem__)
+    return records
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -98,14 +98,14 @@ def test_tiles_hold_the_tokens_that_the_model_puts_in_them(name):
     layout = model.layout_for(LATENTS)
     assert inspection.tiles.shape == GRID
     # where every token of raster order went, told by the permutation that the model applies to them
-    moved = layout.permute(torch.arange(45)[None])[0]
+    places = layout.permute(torch.arange(45)[None])[0]
     method = METHODS[name].keywords
     for tiles, blocks, shape in (
         (inspection.query_tiles, layout.blocks, method["tile_thw"]),
         (inspection.tiles, layout.kv_blocks, method.get("kv_tile_thw", method["tile_thw"])),
     ):
         cuboids = set()
-        for tile, tokens in enumerate(moved.split(blocks.sizes.tolist())):
+        for tile, tokens in enumerate(places.split(blocks.sizes.tolist())):
             for token in tokens.tolist():
                 t, rest = divmod(token, 15)
                 h, w = divmod(rest, 5)
@@ -125,17 +125,17 @@ def test_selections_and_true_attention_are_those_of_dense_softmax(name):
     sizes, kv_sizes = (some.sizes.tolist() for some in (inspection.layout.blocks, inspection.layout.kv_blocks))
     owner, kv_owner = ([tile for tile, size in enumerate(some) for _ in range(size)] for some in (sizes, kv_sizes))
     for place, timestep in enumerate((700, 200)):
-        for layer, found in recorded(model, timestep).items():
+        for layer, records in recorded(model, timestep).items():
             for head in (0, 1):
                 lists = [
                     set(row[:count])
                     for row, count in zip(
-                        found["kv_indices"].expand(1, 2, -1, -1)[0, head].tolist(),
-                        found["kv_num_blocks"].expand(1, 2, -1)[0, head].tolist(),
+                        records["kv_indices"].expand(1, 2, -1, -1)[0, head].tolist(),
+                        records["kv_num_blocks"].expand(1, 2, -1)[0, head].tolist(),
                         strict=True,
                     )
                 ]
-                q, k = found["q"][0, :, head].double(), found["k"][0, :, head].double()
+                q, k = records["q"][0, :, head].double(), records["k"][0, :, head].double()
                 dense = (q @ k.T / 12**0.5).softmax(-1).tolist()
                 mass = [[0.0] * len(kv_sizes) for _ in sizes]
                 recalls = []
@@ -155,7 +155,7 @@ def test_selections_and_true_attention_are_those_of_dense_softmax(name):
                 assert inspection.counts[at].tolist() == counts
                 assert float(inspection.table("lists_largest")[at]) == max(counts)
                 if name != "window":
-                    coarse = found["scores"][0, head].double().softmax(-1)
+                    coarse = records["scores"][0, head].double().softmax(-1)
                     torch.testing.assert_close(inspection.coarse[at].double(), coarse, atol=1e-6, rtol=1e-4)
     assert inspection.coarse.isnan().all() == (name == "window")
     # control: another timestep selects and attends otherwise
@@ -167,9 +167,9 @@ def test_recall_of_windows_counts_the_tokens_that_are_seen():
     inspection = look(model, timesteps=(400,))
     order = inspection.layout.order
     mask = grid_mask(GRID, (2, 2, 3), (1, 1, 1))[order][:, order]
-    for layer, found in recorded(model, 400).items():
+    for layer, records in recorded(model, 400).items():
         for head in (0, 1):
-            q, k = found["q"][0, :, head].double(), found["k"][0, :, head].double()
+            q, k = records["q"][0, :, head].double(), records["k"][0, :, head].double()
             dense = (q @ k.T / 12**0.5).softmax(-1)
             recall = (dense * mask).sum(1).mean().item()
             assert float(inspection.table("recall")[0, layer, head]) == pytest.approx(recall, abs=1e-5)
@@ -186,14 +186,14 @@ def test_recall_of_lists_that_follow_from_the_data(name):
     model = make_model(PREDICTED[name])
     inspection = look(model, timesteps=(400,))
     rows, columns = (blocks.sizes.long() for blocks in (inspection.layout.blocks, inspection.layout.kv_blocks))
-    found = recorded(model, 400)[1]
-    lists, counts = found["kv_indices"], found["kv_num_blocks"]
+    records = recorded(model, 400)[1]
+    lists, counts = records["kv_indices"], records["kv_num_blocks"]
     for head in (0, 1):
         tiles = torch.zeros(len(rows), len(columns))
         for row, count in enumerate(counts[0, head].tolist()):
             tiles[row, lists[0, head, row, :count].long()] = 1
         mask = tiles.repeat_interleave(rows, 0).repeat_interleave(columns, 1)
-        q, k = found["q"][0, :, head].double(), found["k"][0, :, head].double()
+        q, k = records["q"][0, :, head].double(), records["k"][0, :, head].double()
         recall = ((q @ k.T / 12**0.5).softmax(-1) * mask).sum(1).mean().item()
         assert float(inspection.table("recall")[0, 1, head]) == pytest.approx(recall, abs=1e-5)
         # control
@@ -213,27 +213,27 @@ def test_neighbours_are_the_tiles_that_stand_together_in_space():
         members = [some for key, some in groups.items() if key[0] == size and len(some) > 1]
         assert members
         for at in itertools.product((0, 1), repeat=3):
-            saved = whole = 0
+            savings = whole = 0
             for some in members:
                 rows = inspection.selected[at][some]
-                saved += int(rows.sum()) - int(rows.any(0).sum())
+                savings += int(rows.sum()) - int(rows.any(0).sum())
                 whole += int(rows.sum()) - int(rows.sum(1).max())
-            assert float(inspection.table(f"{name}_overlap")[at]) == pytest.approx(saved / whole)
+            assert float(inspection.table(f"{name}_overlap")[at]) == pytest.approx(savings / whole)
 
 
 @pytest.mark.parametrize("name", METHODS)
 def test_maps_are_what_the_layers_recorded_at_each_place(name):
     model = make_model(METHODS[name])
     inspection = look(model, timesteps=(400,))
-    found = recorded(model, 400)[1]
+    records = recorded(model, 400)[1]
     gates = {"coarse_gate": "gate_compress", "fine_gate": "gate_fine"}
-    names = {kind for kind, gate in gates.items() if gate in found}
+    names = {kind for kind, gate in gates.items() if gate in records}
     assert set(inspection.maps) == names | ({"coarse_share"} if name != "window" else set())
     places = model.layout_for(LATENTS).order.tolist()
     for i in (0, 7, 44):
         t, h, w = (int(x) for x in torch.unravel_index(torch.tensor(places[i]), GRID))
         for kind in names:
-            expected = float(found[gates[kind]][0, i].square().mean().sqrt())
+            expected = float(records[gates[kind]][0, i].square().mean().sqrt())
             assert float(inspection.maps[kind][0, 1, t, h, w]) == pytest.approx(expected, rel=1e-5)
     if name == "tail":
         assert inspection.table("gate_rms").isnan().all()
@@ -261,11 +261,11 @@ def test_lists_of_other_tiles_than_the_layout_are_refused():
         def attend(self, q, k, v, ctx):
             recorder = ctx.recorder
 
-            def halved(layer, tensors):
+            def record_half(layer, tensors):
                 lists = {name: tensors[name][:, :, ::2] for name in ("kv_indices", "kv_num_blocks")}
                 recorder(layer, {**tensors, **lists})
 
-            return super().attend(q, k, v, replace(ctx, recorder=halved))
+            return super().attend(q, k, v, replace(ctx, recorder=record_half))
 
     with pytest.raises(ValueError, match=r"layer 0 has 6 lists, .* 12 tiles"):
         look(make_model(partial(Paired, tile_thw=TILE)), queries=[0])
@@ -273,7 +273,7 @@ def test_lists_of_other_tiles_than_the_layout_are_refused():
 
 @pytest.mark.parametrize("most", [10**9, 10**6, 10**5, 10**3])
 def test_what_a_page_shows_fits_and_is_spread(most):
-    shown = choose_shown(
+    choice = choose_shown(
         layers=range(30),
         num_heads=12,
         num_queries=624,
@@ -282,14 +282,14 @@ def test_what_a_page_shows_fits_and_is_spread(most):
         most_bytes=most,
         first=(11, 400),
     )
-    size = 5 * len(shown.layers) * len(shown.heads) * len(shown.queries) * 624 * 8 / 3
-    assert size <= most or len(shown.layers) == len(shown.heads) == len(shown.queries) == 1
-    for numbers in (shown.layers, shown.heads, shown.queries):
+    size = 5 * len(choice.layers) * len(choice.heads) * len(choice.queries) * 624 * 8 / 3
+    assert size <= most or len(choice.layers) == len(choice.heads) == len(choice.queries) == 1
+    for numbers in (choice.layers, choice.heads, choice.queries):
         assert list(numbers) == sorted(set(numbers))
     if most == 10**9:
-        assert (len(shown.layers), len(shown.heads)) == (30, 12)
-        assert {11, 400} <= set(shown.queries)
-    given = choose_shown(
+        assert (len(choice.layers), len(choice.heads)) == (30, 12)
+        assert {11, 400} <= set(choice.queries)
+    explicit = choose_shown(
         layers=range(30),
         num_heads=12,
         num_queries=624,
@@ -299,11 +299,11 @@ def test_what_a_page_shows_fits_and_is_spread(most):
         heads=[3, 1],
         queries=[7],
     )
-    assert (given.heads, given.queries) == ((1, 3), (7,))
+    assert (explicit.heads, explicit.queries) == ((1, 3), (7,))
 
 
 def test_everything_is_shown_where_it_fits():
-    shown = choose_shown(
+    choice = choose_shown(
         layers=range(4), num_heads=3, num_queries=32, num_tiles=32, num_timesteps=5, most_bytes=10**7, first=(3, 9)
     )
-    assert shown == Shown(layers=(0, 1, 2, 3), heads=(0, 1, 2), queries=tuple(range(32)))
+    assert choice == Shown(layers=(0, 1, 2, 3), heads=(0, 1, 2), queries=tuple(range(32)))

@@ -86,22 +86,24 @@ def test_the_page_has_every_layer_timestep_head_and_tile(inspection, tmp_path):
         (rows & 127, 127, inspection.coarse.numpy()),
         (array(data, "mass", "u1", 3, 2, 2, 3, 12), 255, inspection.mass.numpy()),
     ):
-        told = np.where(codes > 0, 10 ** (5 * (codes / top - 1.0)), 0)
+        actual = np.where(codes > 0, 10 ** (5 * (codes / top - 1.0)), 0)
         step = 10 ** (5 / top / 2)
-        assert ((told <= exact * step * 1.001) & (told * step * 1.001 >= exact - 1.2e-5)).all()
+        assert ((actual <= exact * step * 1.001) & (actual * step * 1.001 >= exact - 1.2e-5)).all()
     recall = array(data, "recall", "<u2", 3, 2, 2, 3) / 65535
     np.testing.assert_allclose(recall, (inspection.mass * inspection.selected).sum(-1), atol=1e-4)
     assert array(data, "counts", "<u2", 3, 2, 2, 12).tolist() == inspection.counts.tolist()
     for name in HEAD_METRICS:
-        told = torch.tensor(
+        actual = torch.tensor(
             [[[np.nan if x is None else x for x in h] for h in t] for t in data["metrics"][name]["values"]]
         )
-        torch.testing.assert_close(told, inspection.table(name), rtol=1e-3, atol=1e-6, equal_nan=True)
+        torch.testing.assert_close(actual, inspection.table(name), rtol=1e-3, atol=1e-6, equal_nan=True)
     for name, values in inspection.maps.items():
-        told = data["maps"][name]
-        levels = np.frombuffer(base64.b64decode(told["values"]), "u1").reshape(values.shape) / 255
-        step = (told["high"] - told["low"]) / 255
-        np.testing.assert_allclose(told["low"] + levels * (told["high"] - told["low"]), values, atol=0.51 * step + 1e-7)
+        actual = data["maps"][name]
+        levels = np.frombuffer(base64.b64decode(actual["values"]), "u1").reshape(values.shape) / 255
+        step = (actual["high"] - actual["low"]) / 255
+        np.testing.assert_allclose(
+            actual["low"] + levels * (actual["high"] - actual["low"]), values, atol=0.51 * step + 1e-7
+        )
 
 
 def test_the_frames_are_the_clip_and_belong_to_their_tokens(inspection, tmp_path):
@@ -154,10 +156,10 @@ def test_frames_and_maps_shrink_to_what_a_page_may_have(inspection):
     assert sizes[0] == (512, 295)
     assert sizes[1][0] < 300
     assert sum(map(len, small)) <= 10**5
-    told = page_data(inspection, VIDEO, TIMES, 1_000)["maps"]["fine_gate"]
-    assert told["by"] == "tile"
-    levels = np.frombuffer(base64.b64decode(told["values"]), "u1").reshape(3, 2, 12) / 255
-    values = told["low"] + levels * (told["high"] - told["low"])
+    entry = page_data(inspection, VIDEO, TIMES, 1_000)["maps"]["fine_gate"]
+    assert entry["by"] == "tile"
+    levels = np.frombuffer(base64.b64decode(entry["values"]), "u1").reshape(3, 2, 12) / 255
+    values = entry["low"] + levels * (entry["high"] - entry["low"])
     for tile in range(12):
         expected = inspection.maps["fine_gate"][:, :, inspection.tiles == tile].mean(-1)
         np.testing.assert_allclose(values[..., tile], expected, atol=0.01)
