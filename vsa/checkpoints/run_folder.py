@@ -333,7 +333,7 @@ def write_manifest(folder: Path) -> None:
     try:
         installed = version(PROJECT)
     except PackageNotFoundError:
-        installed = "not installed"
+        installed = "source tree"
     manifest = {
         "written_by": PROJECT,
         "version": installed,

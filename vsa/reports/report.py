@@ -89,7 +89,7 @@ def write_report(root: Path, runs: Sequence[Run], missing: Sequence[Missing], *,
             clips_html(
                 clip_table(variants, most_bytes=clips_mb * MEGABYTE),
                 title="Sampled clips",
-                note="The newest clips of the first run of each variant.",
+                note="The newest clips of each variant, of its first run that has clips.",
             ),
             *(section_html(section) for section in _sections(variants, missing, folder)),
             f"<section><h2>Not shown</h2>{missed}</section>" if missed else "",
