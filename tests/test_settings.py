@@ -75,6 +75,7 @@ VALUES = st.recursive(
 @settings(deadline=None)  # pydantic is imported on the way
 @given(HINTS, VALUES)
 @example(Sequence[Sequence[Any]], [""])
+@example(Literal[1, "x"], True)
 def test_what_fits_is_what_pydantic_takes_without_converting(hint, value):
     pydantic = pytest.importorskip("pydantic")
     assert fits(value, hint) == _accepted(pydantic, value, hint)
@@ -107,9 +108,19 @@ def _strict(pydantic, hint):
         return Annotated[inner, pydantic.Field(**{names[bound.sign]: bound.limit for bound in args[1:]})]
     if origin is Union:
         return functools.reduce(operator.or_, (_strict(pydantic, part) for part in args))
-    if not args or origin is Literal:
+    if origin is Literal:
+        # pydantic takes True for 1 where the choices have several types
+        return Annotated[hint, pydantic.WrapValidator(_without_converting)]
+    if not args:
         return hint
     return origin[tuple(part if part is ... else _strict(pydantic, part) for part in args)]
+
+
+def _without_converting(value, validate):
+    choice = validate(value)
+    if type(choice) is not type(value):
+        raise ValueError(f"{value!r} became {choice!r}")
+    return choice
 
 
 class Other:
