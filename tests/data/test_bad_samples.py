@@ -98,6 +98,7 @@ def test_nothing_but_bad_samples_is_one_line(tmp_path: Path, make_dataset, worke
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.slow
 def test_forged_members_are_told_and_a_reader_that_looks_less_would_be_seen(tmp_path: Path, monkeypatch) -> None:
     rows = {row.name: row for row in soak.ROWS}
     row = rows["forged members with right digests are passed and told"]

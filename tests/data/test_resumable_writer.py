@@ -148,6 +148,7 @@ def test_processes_share_the_work(videos: Path, straight: dict[str, bytes], tmp_
     assert files_of(out) == straight
 
 
+@pytest.mark.slow
 def test_joining_can_be_interrupted(
     videos: Path, straight: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

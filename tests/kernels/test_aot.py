@@ -114,6 +114,7 @@ def test_every_head_dim_dtype_and_block_shape_passes_the_gates(arch, plan):
     check(records)
 
 
+@pytest.mark.slow
 def test_a_changing_topk_compiles_nothing_new():
     records, _ = compiled(90, "annealing")
     assert not any(r["error"] for r in records), records

@@ -21,8 +21,8 @@ from vsa_kernels import residual_norm
 
 x = torch.arange(12.0).view(1, 3, 4).cos().requires_grad_()
 weight, bias = torch.ones(4), torch.zeros(4)
-function = torch.compile(lambda x: residual_norm(x, None, None, weight, bias, eps=1e-3, backend="triton")[1].square().sum())
-function(x).backward()
+function = torch.compile(lambda x: residual_norm(x, None, None, weight, bias, eps=1e-3, backend="triton")[1])
+function(x).square().sum().backward()
 print(x.grad.abs().sum().item())
 """
 

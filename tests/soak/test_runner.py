@@ -19,10 +19,25 @@ from scripts.soak.runner import run_rows
 
 ROWS = [row for rows in rows_by_topic().values() for row in rows]
 
+# ten seconds and more: what they provoke has tests of its own beside them
+LONG = {
+    "hostile files in encode cost themselves alone",
+    "kill -9 of a distillation",
+    "kill -9 of a pretraining, resumed bit for bit",
+    "annealed top-k across a resume",
+    "a dead rank (SIGKILL): the other ends in time and names it",
+    "runs that meet a bad sample pass it and resume bit-equal",
+    "loss spikes: one batch times 40",
+    "refused starts in the folder of a run",
+    "a tracker whose server answers, hangs, refuses or dies",
+}
 
-@pytest.mark.parametrize(
-    "row", [pytest.param(row, id=row.name, marks=[] if row.short_tries else [pytest.mark.slow]) for row in ROWS]
-)
+
+def marks(row: Row) -> list[pytest.MarkDecorator]:
+    return [] if row.short_tries and row.name not in LONG else [pytest.mark.slow]
+
+
+@pytest.mark.parametrize("row", [pytest.param(row, id=row.name, marks=marks(row)) for row in ROWS])
 def test_short_form(row, tmp_path):
     (result,) = run_rows([row], tmp_path, short=True)
     assert result.outcome.tried >= max(1, row.short_tries)
@@ -32,6 +47,7 @@ def test_short_form(row, tmp_path):
 def test_every_row_has_a_name_of_its_own():
     names = [row.name for row in ROWS]
     assert len(set(names)) == len(names)
+    assert set(names) >= LONG
 
 
 def good(folder: Path, tries: int, seed: int) -> Outcome:

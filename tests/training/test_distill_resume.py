@@ -50,7 +50,7 @@ def straight(teacher_dir, tmp_path_factory) -> TinyTraining:
     return training
 
 
-@pytest.mark.parametrize("phase", range(3))
+@pytest.mark.parametrize("phase", [0, *(pytest.param(phase, marks=pytest.mark.slow) for phase in (1, 2))])
 def test_a_run_killed_at_any_phase_resumes_bit_for_bit(distill, training, straight, phase):
     iteration = 3 + phase
 

@@ -190,6 +190,7 @@ def test_what_tells_no_step_apart_is_refused(distill, settings, message):
         distill(*settings)
 
 
+@pytest.mark.slow
 def test_a_told_critic_learns_the_steps_apart_and_resumes(distill, training):
     short = ("trainer.max_steps=2", "callbacks.checkpoint.every_n_steps=1")
     distill(*short, TOLD, "run=told")

@@ -149,7 +149,7 @@ LORA = "+task.lora={_target_:vsa.checkpoints.lora.LoRA,rank:2,alpha:2}"
 
 @pytest.mark.parametrize(
     ("start", "extra"),
-    [pytest.param("run", (), marks=pytest.mark.slow), ("folder", (LORA,))],
+    [pytest.param("run", (), marks=pytest.mark.slow), pytest.param("folder", (LORA,), marks=pytest.mark.slow)],
     ids=["teacher", "adapters"],
 )
 def test_finetuning_on_two_ranks_is_one(training, start, extra):
@@ -363,7 +363,8 @@ def in_a_fork(arguments: list[str], folder: Path) -> tuple[int | None, str]:
     return process.exitcode, (folder / "err").read_text()
 
 
-@pytest.mark.parametrize("launcher", ["lightning", pytest.param("torchrun", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["lightning", "torchrun"])
 def test_an_error_of_all_ranks_is_reported_once(training, tiny_overrides, tmp_path, launcher):
     # found out when both ranks stand
     words = [*command(launcher), *tiny_overrides, f"output_dir={training.output}", "trainer=ddp", "data.batch_size=3"]

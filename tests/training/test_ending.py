@@ -425,6 +425,7 @@ class LastClips(L.Callback):
             terminate()
 
 
+@pytest.mark.slow
 def test_a_signal_to_one_of_several_ranks_during_the_last_clips_ends_all(training):
     def on_rank(rank: int) -> int | str | None:
         with pytest.raises(SystemExit) as stop:

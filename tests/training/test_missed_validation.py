@@ -75,6 +75,7 @@ def test_without_it_the_validation_would_be_missing(training, monkeypatch):
     assert training.metrics("cut")[2]["val/loss"] == ""
 
 
+@pytest.mark.slow
 def test_two_ranks_make_up_for_it_together(training):
     run = ("trainer=fsdp", "trainer.devices=2", *RUN, "trainer.max_steps=3")
 

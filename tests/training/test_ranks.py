@@ -81,7 +81,7 @@ def kill_self(number: int) -> Callable[[], None]:
 
 @pytest.mark.parametrize(
     ("number", "words"),
-    [(signal.SIGSTOP, "has not answered for 5 s"), (signal.SIGKILL, "died")],
+    [(signal.SIGSTOP, "has not answered for 5 s"), pytest.param(signal.SIGKILL, "died", marks=pytest.mark.slow)],
     ids=["frozen", "dead"],
 )
 def test_the_others_end_with_a_line_that_names_a_lost_rank(training, tmp_path, number, words):

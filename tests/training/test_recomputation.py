@@ -271,6 +271,7 @@ def test_other_errors_stay_what_they_are(training, monkeypatch):
         training(callbacks=(RunsOut("none"),))
 
 
+@pytest.mark.slow
 def test_a_distillation_makes_an_iteration_again_before_its_first_update(distill, training):
     few = ("trainer.max_steps=2",)
     distill(*few, "run=straight", explicit("attention"))
@@ -332,6 +333,7 @@ def test_checkpoints_that_do_not_say_their_level_have_that_of_their_settings(tra
 # several ranks
 
 
+@pytest.mark.slow
 def test_with_several_ranks_one_line_names_the_level(training, tmp_path: Path):
     def on_rank(rank: int) -> None:
         training(*RANKS, callbacks=(RunsOut("none", step=2),) if rank == 1 else ())

@@ -198,6 +198,7 @@ def test_points_of_the_schedule_are_the_students(training, dense, made):
         assert event.encoded_image_string == gif.read_bytes()
 
 
+@pytest.mark.slow
 def test_sharded_networks_are_sampled_as_whole_ones(training, dense, made):
     run = distillation(dense, *CLIPS, "trainer.max_steps=1")
     training(*run, "run=one")

@@ -251,6 +251,7 @@ class Networks(L.Callback):
         self.dtypes = [network.compute_dtype for network in networks if network is not None]
 
 
+@pytest.mark.slow
 def test_runs_are_those_of_one_rank(training, teacher_dir):
     by_task = settings_of(teacher_dir)
 

@@ -78,7 +78,7 @@ def train(training):
     return start
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_a_run_is_killed_and_goes_on(train, training, shards, caplog, workers):
     before, after = Seen(), Seen()
     with serve(shards) as server:
@@ -116,6 +116,7 @@ def test_a_run_is_killed_and_goes_on(train, training, shards, caplog, workers):
     )
 
 
+@pytest.mark.slow
 def test_two_ranks_go_on_as_one(train, training, shards):
     """24 of 40 samples on two ranks with two workers each, then the rest in one process."""
 

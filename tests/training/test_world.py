@@ -42,6 +42,7 @@ def test_a_missing_package_is_named_with_its_extra(monkeypatch, command_line, tm
     assert err.strip().splitlines()[-1] == "error: data needs the package skimage: pip install 'vsa-train[world]'"
 
 
+@pytest.mark.slow
 def test_a_killed_run_continues_bit_for_bit_and_samples_held_out_captions(training) -> None:
     looks = ("callbacks=diagnostics", "callbacks.diagnostics.every_n_steps=2")
     ending = ("~callbacks.samples.prompts", "callbacks.samples.steps=2", "trainer.val_check_interval=2")

@@ -123,6 +123,9 @@ class Watch:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.dismiss()
+        # wakes the thread; with a full buffer, it is awake
+        with suppress(BlockingIOError):
+            self._mouth.send(b"\0")
         self._thread.join()
         os.environ.pop(LAUNCHER, None)
         with suppress(ValueError):
