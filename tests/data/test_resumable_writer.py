@@ -183,6 +183,7 @@ def test_joining_can_be_interrupted(
         assert files_of(out) == straight
 
 
+@pytest.mark.slow
 def test_other_settings_are_refused_by_name(videos: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     encode_folder(videos, out, **OPTIONS, rank=1, world_size=2)

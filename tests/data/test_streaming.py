@@ -230,6 +230,7 @@ def test_when_every_shard_is_gone_the_stream_ends(folder):
             next(iter(stream_of(module, 1)))
 
 
+@pytest.mark.slow
 def test_a_batch_with_more_bad_samples_than_that_goes_on_while_good_ones_come_between(folder):
     with serve(folder) as server:
         module = module_of(urls_of(server.url), batch_size=160)

@@ -175,7 +175,7 @@ def test_parts_over_disjoint_blocks_merge_by_their_lse(triton_device):
 
 @pytest.mark.parametrize(
     ("q_sizes", "kv_sizes", "fine"),
-    [([16] * 4, [16] * 5, False), ([16, 9, 4], [16, 130, 16, 5, 16], True)],
+    [([16] * 4, [16] * 5, False), further([16, 9, 4], [16, 130, 16, 5, 16], True)],
     ids=["even", "ragged-fine"],
 )
 def test_the_order_of_programs_changes_no_bit(q_sizes, kv_sizes, fine, triton_device, monkeypatch):

@@ -277,6 +277,7 @@ def test_flops_of_an_iteration_are_those_of_its_passes(distill, training, teache
         assert ours == pytest.approx(plain)
 
 
+@pytest.mark.slow
 def test_a_profile_counts_the_updates_of_each_network(distill, training, monkeypatch):
     monkeypatch.setattr(step_profile, "copy_bandwidth", lambda device: 1e3)
     trainer = distill("debug=profile", "trainer.max_steps=5", "task.generator_every=2")

@@ -84,6 +84,7 @@ def test_a_run_killed_at_any_phase_resumes_bit_for_bit(distill, training, straig
     assert states[0] == states[1]
 
 
+@pytest.mark.slow
 def test_what_a_checkpoint_leaves_out_would_be_missed(distill, training, straight):
     """The control of the resume: each group that is changed changes the run."""
     end, half = everything(straight.last()), straight.folder() / "checkpoints" / "step-00000007"

@@ -98,6 +98,7 @@ def test_the_others_end_with_a_line_that_names_a_lost_rank(training, tmp_path, n
     assert " in fit\n" in (training.folder() / "stacks-rank-0.txt").read_text()
 
 
+@pytest.mark.slow
 def test_a_rank_whose_main_thread_stands_is_named_although_it_answers(training, tmp_path):
     # of three, two can say so: one does
     status, err = ended(
@@ -173,6 +174,7 @@ def test_only_steps_have_a_time_limit():
 # which rank keeps the others waiting
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trainer", ["fsdp", pytest.param("ddp", marks=pytest.mark.slow)])
 def test_times_of_each_rank_show_which_one_the_others_wait_for(training, trainer):
     steps = ("trainer.max_steps=3", "trainer.log_every_n_steps=3", f"trainer={trainer}", "run=slow")

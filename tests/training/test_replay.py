@@ -115,6 +115,7 @@ def test_another_loss_is_not_reproduced(training):
     assert (result.first, result.reproduced) == (None, False)
 
 
+@pytest.mark.slow
 def test_two_ranks_write_a_batch_each_and_are_replayed_by_one_process(training):
     def rank(number: int) -> None:
         # one rank alone has the bad sample, the update of both is dropped
