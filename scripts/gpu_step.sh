@@ -14,9 +14,11 @@ export PYTHONPATH=${PYTHONPATH:+$PYTHONPATH:}.:kernels PYTHONUNBUFFERED=1
 unset TRITON_INTERPRET
 python=${PYTHON:-python3} all="tests norm layer step distill denoise profile start ranks" parts=()
 for word in "$@"; do
-  case " $all " in
-    *" $word "*) parts+=("$word") ;;
-    *) [ "$word" = --dry-run ] || { echo "error: unknown part $word, expected --dry-run or one of $all" >&2; exit 2; }; dry=1 ;;
+  if [ "$word" = --dry-run ]; then dry=1; continue; fi
+  # a word with a space is no part
+  case " ${all// /  } " in
+    *" ${word// /_} "*) parts+=("$word") ;;
+    *) echo "error: unknown part $word, expected --dry-run or one of $all" >&2; exit 2 ;;
   esac
 done
 [ ${#parts[@]} -gt 0 ] || read -ra parts <<<"$all"
@@ -62,11 +64,10 @@ for part in "${parts[@]}"; do
       latents "$OUT/latents-120m" --count 64
       for cache in cold warm; do
         [ $cache = warm ] || rm -rf "$OUT/cache"
-        export TORCHINDUCTOR_CACHE_DIR=$OUT/cache/inductor TRITON_CACHE_DIR=$OUT/cache/triton
-        train "start-$cache" 120 "${micro[@]}" trainer.max_steps=15 trainer.limit_val_batches=0 callbacks.checkpoint=null
-        [ "$dry" = 1 ] || grep -h "first step done" "$OUT/start-$cache.txt"
-      done
-      unset TORCHINDUCTOR_CACHE_DIR TRITON_CACHE_DIR ;;
+        TORCHINDUCTOR_CACHE_DIR=$OUT/cache/inductor TRITON_CACHE_DIR=$OUT/cache/triton \
+          train "start-$cache" 120 "${micro[@]}" trainer.max_steps=15 trainer.limit_val_batches=0 callbacks.checkpoint=null
+        [ "$dry" = 1 ] || grep -h "first step done" "$OUT/start-$cache.txt" || failed=1
+      done ;;
     ranks)
       gpus=$(nvidia-smi --list-gpus 2>/dev/null | wc -l)
       if [ "$gpus" -lt 2 ]; then echo "left out: ranks needs two GPUs, here are $gpus"; continue; fi

@@ -64,6 +64,7 @@ def test_it_says_what_it_leaves_out_and_refuses_other_words(tmp_path):
     status, commands, output = dry_run(tmp_path, "--dry-run", "ranks", gpus=1)
     assert (status, commands) == (0, [])
     assert "left out: ranks needs two GPUs, here are 1" in output
-    status, _, output = dry_run(tmp_path, "--dry", "steps")
-    assert status == 2
-    assert "error: unknown part --dry, expected --dry-run or one of tests norm" in output
+    for word in ("--dry", "steps", "norm layer"):
+        status, commands, output = dry_run(tmp_path, "--dry-run", word)
+        assert (status, commands) == (2, [])
+        assert f"error: unknown part {word}, expected --dry-run or one of tests norm" in output

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import vsa_kernels
-from vsa_kernels.compile_cache import source_hash, tag_caches
+from vsa_kernels.compile_cache import VARIABLE, source_hash, tag_caches
 
 PACKAGE = Path(vsa_kernels.__file__).parent
 
@@ -27,15 +27,46 @@ print(x.grad.abs().sum().item())
 """
 
 
+KEYS = """
+import os
+import torch
+from torch._inductor.compile_worker.subproc_pool import SubprocPool
+from torch._inductor.runtime.autotune_cache import AutotuneCache
+{preparation}
+
+pool = SubprocPool(1)
+print(pool.submit(AutotuneCache._prepare_key, "/x/kernel.py").result() == AutotuneCache._prepare_key("/x/kernel.py"))
+pool.shutdown()
+os._exit(0)
+"""
+
+
 def test_importing_the_package_tags_the_caches():
     assert f"vsa_kernels-{source_hash(PACKAGE)}" in torch.compiler.config.cache_key_tag
+    assert os.environ[VARIABLE] == torch.compiler.config.cache_key_tag
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("preparation", "agree"),
+    [("import vsa_kernels", True), ("torch.compiler.config.cache_key_tag = 'of this process'", False)],
+)
+def test_processes_that_compile_kernels_have_the_keys_of_the_one_that_started_them(preparation, agree):
+    """They store the best of several configurations, which this process looks up in the next start."""
+    command = [sys.executable, "-c", KEYS.format(preparation=preparation)]
+    environment = {name: value for name, value in os.environ.items() if name != VARIABLE}
+    environment["PYTHONPATH"] = str(PACKAGE.parent)
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert result.stdout.strip() == str(agree), result.stderr
 
 
 def test_a_tag_of_the_user_is_kept_and_ours_is_set_once(monkeypatch):
     monkeypatch.setattr(torch.compiler.config, "cache_key_tag", "mine")
+    monkeypatch.setenv(VARIABLE, "mine")
     for _ in range(2):
         tag_caches(PACKAGE)
-    assert torch.compiler.config.cache_key_tag == f"mine vsa_kernels-{source_hash(PACKAGE)}"
+    expected = f"mine vsa_kernels-{source_hash(PACKAGE)}"
+    assert torch.compiler.config.cache_key_tag == os.environ[VARIABLE] == expected
 
 
 def test_the_hash_depends_on_names_and_contents_of_source_files(tmp_path):

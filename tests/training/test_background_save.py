@@ -51,6 +51,7 @@ def same_checkpoints(training, *runs):
     return states[0] == states[1]
 
 
+@pytest.mark.slow
 def test_the_same_checkpoints_are_written_while_weights_change(training, monkeypatch):
     training(*RUN, "run=sync")
     with monkeypatch.context() as patch:
