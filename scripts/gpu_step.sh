@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# What a training step, a distillation and a generation take on a GPU, each after a comparison with a slower definition.
+# What a training step, a distillation and a generation take on a GPU; benches compare with a slower definition first.
 # Usage, in the repository root, with the packages of `pip install -e .`:  scripts/gpu_step.sh [--dry-run] [PART...]
-#   PART  tests norm layer step distill denoise profile start ranks; default all. Seconds of an H200:
+#   PART  tests norm layer step distill denoise profile start ranks; default all. Seconds of an H200, by estimate:
 #         75   30   80    170  170     170     130     130   260
 #   --dry-run  says what would run
 #   OUT   folder of PART.json, PART.txt and profiles; default outputs/gpu_step
