@@ -1,0 +1,68 @@
+"""The late import of torchmetrics, in processes of its own."""
+
+import subprocess
+import sys
+
+import pytest
+
+HEAVY = "[n for n in ('scipy', 'transformers', 'torchmetrics.functional') if n in sys.modules]"
+
+
+def _run(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_lightning_loads_the_two_classes_alone() -> None:
+    assert _run(f"import sys, vsa, lightning; print({HEAVY})") == "[]"
+    # the control: what Lightning imports by itself
+    assert "torchmetrics.functional" in _run(f"import sys, lightning; print({HEAVY})")
+
+
+@pytest.mark.parametrize(
+    "before", ["import vsa, lightning", "import vsa", "import torchmetrics, vsa, lightning", "import lightning, vsa"]
+)
+def test_the_whole_package_is_there_when_it_is_asked_for(before: str) -> None:
+    code = f"""{before}
+import torchmetrics.functional.regression
+import torchmetrics, torch
+from torchmetrics import Accuracy, MeanMetric, Metric, MetricCollection, functional
+from lightning.pytorch.core import module
+mean = MeanMetric()
+mean.update(torch.tensor([1.0, 3.0]))
+assert mean.compute() == 2.0 and isinstance(mean, Metric) and isinstance(mean, module.Metric)
+assert isinstance(MetricCollection([MeanMetric()]), module.MetricCollection)
+assert functional.mean_squared_error(torch.ones(2), torch.zeros(2)) == 1.0
+assert Accuracy(task="binary") is not None and torchmetrics.__version__[0].isdigit()
+try:
+    torchmetrics.no_such_metric
+except AttributeError as error:
+    print(error)
+"""
+    assert "no_such_metric" in _run(code)
+
+
+def test_metrics_are_logged_and_pickled() -> None:
+    code = """import vsa, pickle
+import lightning as L
+import torch
+from torchmetrics.aggregation import MeanMetric
+again = pickle.loads(pickle.dumps(MeanMetric()))
+again.update(torch.tensor(2.0))
+class Model(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.mean, self.layer = MeanMetric(), torch.nn.Linear(1, 1)
+    def training_step(self, batch, index):
+        self.mean(batch.mean())
+        self.log("mean", self.mean, on_epoch=True)
+        return self.layer(batch).sum()
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+trainer = L.Trainer(max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+                    enable_model_summary=False, accelerator="cpu")
+trainer.fit(Model(), torch.utils.data.DataLoader(torch.full((4, 1), 3.0)))
+print(trainer.callback_metrics["mean"].item())
+"""
+    assert _run(code).endswith("3.0")
