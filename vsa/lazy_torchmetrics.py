@@ -1,8 +1,8 @@
 """A late import of torchmetrics, of which Lightning needs the names of two classes.
 
 `import lightning` imports torchmetrics, and that imports SciPy, matplotlib and transformers for metrics of audio and
-text, which takes three seconds of every command. After `install`, the package loads `Metric` and `MetricCollection` from
-their own modules, and everything else when another of its names is read.
+text, which takes three seconds of every command. After `install`, the package loads `Metric` and `MetricCollection`
+from their own modules, and everything else when another of its names is read.
 """
 
 from __future__ import annotations
@@ -44,6 +44,10 @@ class _LateLoader(Loader):
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         return self.whole.create_module(spec)
 
+    def __getattr__(self, name: str) -> Any:
+        # readers of the package's source ask the loader for it
+        return getattr(self.__dict__["whole"], name) if "whole" in self.__dict__ else super().__getattribute__(name)
+
     def exec_module(self, module: ModuleType) -> None:
         module._logger = logging.getLogger(NAME)  # type: ignore[attr-defined]
         module.__class__ = _LatePackage
@@ -59,7 +63,8 @@ class _LatePackage(ModuleType):
         if name.startswith("__"):
             # the import system and inspection ask for such names, which the package does not define
             raise AttributeError(f"module {NAME!r} has no attribute {name!r}")
-        assert self.__spec__ is not None and isinstance(self.__spec__.loader, _LateLoader)
+        assert self.__spec__ is not None
+        assert isinstance(self.__spec__.loader, _LateLoader)
         self.__class__ = ModuleType  # type: ignore[assignment]
         self.__spec__.loader.whole.exec_module(self)
         return getattr(self, name)

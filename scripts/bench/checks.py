@@ -24,8 +24,8 @@ from vsa.attention.context import AttnContext
 from vsa.attention.layout import Segment
 from vsa.attention.video_sparse import VideoSparseAttention
 from vsa.models.blocks import Conditioning, TransformerBlock
+from vsa.models.compiled import compiled_body
 from vsa.models.rope import rope_tables
-from vsa.models.video_dit import compiled_body
 
 from .problems import Problem
 from .step import FreeAttention

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypeVar, cast
+from typing import Literal, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from vsa.attention.context import AttnContext, Recorder
 from vsa.attention.denoising import DenoisingPass, DenoisingTopk, per_layer
 from vsa.attention.layout import Segment, TileLayout
 from vsa.models.blocks import Conditioning, TransformerBlock
+from vsa.models.compiled import compiled_body
 from vsa.models.compute_dtype import compute_in, rounded
 from vsa.models.embeddings import (
     ConditionEmbedder,
@@ -37,9 +38,6 @@ from vsa.settings import AtLeastOne, Positive, checked
 Role = Literal["matrix", "vector", "embedding", "gate", "head"]
 Module = TypeVar("Module", bound=nn.Module)
 TopK = int | Sequence[int] | DenoisingTopk | None
-
-RECOMPILE_LIMIT = 64
-"""Most graphs of one compiled block; the default of torch is 8."""
 
 
 @checked
@@ -369,25 +367,6 @@ class VideoDiT(nn.Module):
         if (image_embeds is None) != (self.image_dim is None):
             shape = None if image_embeds is None else list(image_embeds.shape)
             raise ValueError(f"image_embeds must be set exactly if image_dim is: {self.image_dim}, got {shape}")
-
-
-def compiled_body(*, backend: str = "inductor", dynamic: bool | None = None) -> Callable[..., Tensor]:
-    """The compiled body of a block, for `TransformerBlock.run`.
-
-    Args:
-        backend: backend of `torch.compile`.
-        dynamic: whether sizes are symbols; None: once they change.
-    """
-    # imported here, because the import takes a second
-    from torch._dynamo import config as dynamo
-
-    # torch counts graphs per function, which all networks of a process share (three roles, batch sizes, top-k)
-    dynamo.recompile_limit = max(dynamo.recompile_limit, RECOMPILE_LIMIT)
-    # from torch 2.10 on, gradients of shift and scale of a batch of one sample would be memory that nobody wrote
-    # (github.com/pytorch/pytorch/issues/193061), and sums over tokens may include rows that do not exist (195845);
-    # an option, because from torch 2.12 on a change of the configuration is of the thread that makes it
-    options: dict[str, Any] | None = {"triton.mix_order_reduction": False} if backend == "inductor" else None
-    return torch.compile(TransformerBlock.body, fullgraph=True, backend=backend, options=options, dynamic=dynamic)
 
 
 def _shallow_copy(module: Module) -> Module:
