@@ -104,7 +104,7 @@ def _wan() -> Iterator[Comparison]:
             calibrates=compiled and not sparse,
             job=Job(
                 networks=[network], latent_shape=(16, 16, 56, 104), text=512, topk=32, batch=1, level="full",
-                compiled=compiled, averaged=False, keeps_gradients=False,
+                compiled=compiled, averaged=False, keeps_gradients=False, fused=False,
             ),
             milliseconds=row["median_ms"],
             # the measurement excludes weights and moments, which were allocated before the call
@@ -123,7 +123,7 @@ def _pretraining() -> Iterator[Comparison]:
             calibrates=False,
             job=Job(
                 networks=[_network(DIT_120M, 2 if sparse else None)], latent_shape=(16, 16, 64, 64), text=16, topk=32,
-                batch=8, level="full", compiled=compiled,
+                batch=8, level="full", compiled=compiled, fused=False,
             ),
             milliseconds=row["step_seconds"] * 1e3,
             gib=row["memory_gib"],
@@ -131,8 +131,11 @@ def _pretraining() -> Iterator[Comparison]:
 
 
 def _distillation() -> Iterator[Comparison]:
-    for mode in ("eager", "compiled"):
-        file = f"h200-2026-11-21-distill-{mode}"
+    for file, mode, sharded in (
+        ("h200-2026-11-21-distill-eager", "eager", True),
+        ("h200-2026-11-21-distill-compiled", "compiled", True),
+        ("h200-2026-11-25-distill", "compiled", False),
+    ):
         rows = _read(file)["rows"]
         for name in ("dense", "triton"):
             (mean,) = (r for r in rows if r["op"].startswith(f"{name}: mean iteration"))
@@ -144,12 +147,14 @@ def _distillation() -> Iterator[Comparison]:
                 _network(WAN, None, passes={FORWARD: 0.4}, updates=0.0),
             ]
             yield Comparison(
-                what=f"distillation, Wan-1.3B, {'K=73' if name == 'triton' else 'dense'} generator, {mode}",
+                what=f"distillation, Wan-1.3B, {'K=73' if name == 'triton' else 'dense'} generator, {mode}"
+                f"{'' if sharded else ', no FSDP2'}",
                 file=file,
                 calibrates=False,
                 job=Job(
                     networks=networks, latent_shape=(16, 16, 56, 104), text=512, topk=73, batch=1, level="full",
-                    compiled=mode == "compiled", keeps_gradients=False,
+                    compiled=mode == "compiled", keeps_gradients=False, sharded=sharded,
+                    fused=not sharded,
                 ),
                 milliseconds=mean["median_ms"],
                 gib=whole["peak_mib"] / 1024,
@@ -169,7 +174,7 @@ def _ablation() -> Iterator[Comparison]:
             calibrates=False,
             job=Job(
                 networks=[_network(ABLATION, None if dense else 2, tiles[row["name"]])], latent_shape=(16, 16, 32, 32),
-                text=24, topk=row["topk"], batch=16,
+                text=24, topk=row["topk"], batch=16, fused=False,
             ),
             milliseconds=row["step_s"] * 1e3,
             gib=row["mem"],

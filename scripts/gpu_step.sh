@@ -2,7 +2,7 @@
 # What a training step, a distillation and a generation take on a GPU; benches compare with a slower definition first.
 # Usage, in the repository root, with the packages of `pip install -e .`:  scripts/gpu_step.sh [--dry-run] [PART...]
 #   PART  tests norm layer step distill denoise profile start ranks; default all. Seconds of an H200, by estimate:
-#         75   30   80    170  170     170     130     130   260
+#         75   30   80    170  200     210     130     130   500
 #   --dry-run  says what would run
 #   OUT   folder of PART.json, PART.txt and profiles; default outputs/gpu_step
 # `start` trains the 120M model twice with an empty, then a warm cache; `ranks` alternates one GPU and all of them three times.
@@ -51,8 +51,8 @@ for part in "${parts[@]}"; do
     norm) bench residual_norm 90 ;;
     layer) bench layer 150 --shapes wan1.3b-480p --modes compiled ;;
     step) bench step 240 --shapes wan1.3b-480p --modes compiled --levels none ;;
-    distill) bench distill 240 --modes compiled ;;
-    denoise) bench denoise 240 --modes compiled ;;
+    distill) bench distill 300 --modes compiled --levels none ;;
+    denoise) bench denoise 270 --modes compiled ;;
     profile)
       latents "$OUT/latents-120m" --count 64
       # with captions of the model's own length

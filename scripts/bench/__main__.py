@@ -221,11 +221,12 @@ def main(argv: list[str]) -> None:
                 help="modes of the networks' blocks (layer: without self-attention), or of torch's operations "
                 "(default eager; both on cuda)",
             )  # fmt: skip
-        if name == "step":
+        if name in ("step", "distill"):
             sub.add_argument(
                 "--levels", nargs="+", default=["full"], choices=get_args(Level),
-                help="levels of activation checkpointing (default full)",
+                help="levels of activation checkpointing of trained networks (default full)",
             )  # fmt: skip
+        if name == "step":
             sub.add_argument(
                 "--strategies", nargs="+", default=["plain"], choices=get_args(Strategy),
                 help="plain single-device training, or FSDP2 over one device (default plain)",

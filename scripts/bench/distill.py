@@ -6,7 +6,7 @@ import gc
 import math
 from collections.abc import Callable
 from functools import partial
-from itertools import count
+from itertools import count, product
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from vsa.training.parallel import ParallelPlan, parallelize
 
 from .problems import Shape
 from .step import TEXT_TOKENS, fill_zeros, latent_size, random_source, video_dit
-from .timing import Measured, Op, Setup, added, against, breakdown, measure
+from .timing import Measured, Op, Setup, Skipped, added, against, breakdown, measure
 
 STEP_LIST = (1000.0, 757.0, 522.0)
 """Timesteps of the published generator (FastVideo's script of the VSA paper)."""
@@ -41,15 +41,18 @@ class Distillation:
         attention: attention of the generator, `dense` or the backend of sparse attention; the score networks are dense.
         compile: compile the blocks.
         device: compute device; on CUDA, bf16 compute over fp32 weights as in training.
+        trained_level: activation checkpointing of the generator and of the critic.
     """
 
-    def __init__(self, shape: Shape, attention: str, compile: bool, device: torch.device):
+    def __init__(
+        self, shape: Shape, attention: str, compile: bool, device: torch.device, trained_level: Level = "full"
+    ):
         torch.manual_seed(0)
 
         def network(attention: str, trained: bool) -> VideoDiT:
             dit = video_dit(shape, attention, device).requires_grad_(trained)
             fill_zeros(dit)
-            level: Level = "full" if trained else "none"
+            level: Level = trained_level if trained else "none"
             parallelize(dit, None, ParallelPlan(activation_checkpointing=level, compile=compile), device.type)
             return dit
 
@@ -142,8 +145,8 @@ class Distillation:
 
 def distill(shape: Shape, setup: Setup) -> Measured:
     """An iteration of distillation with three networks of the shape's model: generator dense and sparse."""
-    rows, notes = list[dict[str, Any]](), list[str]()
-    for mode in setup.modes:
+    rows, notes, skipped = list[dict[str, Any]](), list[str](), Skipped()
+    for mode, level in product(setup.modes, setup.levels):
         dense: dict[str, dict[str, Any]] = {}
         for name in ("dense", *setup.backends):
             torch.compiler.reset()
@@ -151,19 +154,24 @@ def distill(shape: Shape, setup: Setup) -> Measured:
             gc.collect()
             if setup.device.type == "cuda":
                 torch.cuda.empty_cache()
-            own = _iteration_rows(shape, name, mode, setup)
+            try:
+                own = _iteration_rows(shape, name, mode, level, setup)
+            except torch.OutOfMemoryError as error:
+                skipped[f"{name} generator, {mode}, recomputing {level}"] = str(error).partition(". ")[0]
+                continue
             dense = dense or own
             for part, row in own.items():
                 against(row, dense[part])
-            rows += own.values()
-            notes.append(_iteration_note(f"{mode}, {name} generator", own))
-    return Measured(rows, {}, tuple(notes))
+            rows += [row | {"activation_checkpointing": level} for row in own.values()]
+            notes.append(_iteration_note(f"{mode}, {name} generator, recomputing {level}", own))
+    return Measured(rows, skipped, tuple(notes))
 
 
-def _iteration_rows(shape: Shape, name: str, mode: str, setup: Setup) -> dict[str, dict[str, Any]]:
+def _iteration_rows(shape: Shape, name: str, mode: str, level: Level, setup: Setup) -> dict[str, dict[str, Any]]:
     """Rows by part: the timed parts of an iteration, sums of them, and a whole iteration."""
-    at_work = Distillation(shape, name, mode == "compiled", setup.device)
+    at_work = Distillation(shape, name, mode == "compiled", setup.device, level)
     kind = "compiled distillation" if mode == "compiled" else "distillation"
+    kind += f", recomputing {level}" if setup.levels != ("full",) else ""
     steps = range(len(STEP_LIST))
 
     def timed(calls: dict[str, Callable[[], Any]]) -> dict[str, dict[str, Any]]:

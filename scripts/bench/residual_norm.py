@@ -1,8 +1,8 @@
 """Gated residual connection and modulated norm beside torch's operations, eager and compiled, and beside a copy.
 
-Estimates for an H200 in bf16; this case has not run there yet. The floor is that of a copy at 4.1 TB/s: the forward
-reads two tensors of tokens and writes two, the backward reads four and writes two. The first row follows a temporary
-script (2026-11-24: 202 us forward, 415 us backward); for the other shapes it timed the host.
+Estimates for an H200 in bf16. The floor is that of a copy at 4.1 TB/s: the forward reads two tensors of tokens and
+writes two, the backward reads four and writes two. The first row follows a temporary script (2026-11-24: 202 us
+forward, 415 us backward); this case measured 203 and 618 us (2026-11-25), and the other shapes have not run there yet.
 
 | B x L x C | forward: floor, estimate | forward + backward: floor, estimate |
 |---|---|---|
@@ -24,6 +24,8 @@ import torch
 from torch import Tensor
 from vsa_kernels import residual_norm as ours
 from vsa_kernels.residual_norm import reference
+
+from vsa.models.compiled import INDUCTOR_OPTIONS
 
 from .norm_rope import CPU_ROTATIONS, GPU_ROTATIONS, beside_a_copy, chosen, refuse_wrong, token_shape
 from .problems import Shape
@@ -87,7 +89,7 @@ def residual_norm(shape: Shape, setup: Setup) -> Measured:
     p = _Inputs.of(shape, setup.dtype, setup.device)
     calls: dict[str, Callable[[], Any]] = {"eager": partial(reference.residual_norm, *p.leaves, _EPS)}
     if "compiled" in setup.modes:
-        compiled = torch.compile(reference.residual_norm, fullgraph=True, dynamic=False)
+        compiled = torch.compile(reference.residual_norm, fullgraph=True, dynamic=False, options=INDUCTOR_OPTIONS)
         calls["compiled"] = lambda: compiled(*p.leaves, _EPS)
     if "triton" in setup.backends:
         calls["triton"] = partial(ours, *p.leaves, eps=_EPS, backend="triton")

@@ -42,7 +42,28 @@ def test_an_iteration_of_distillation_is_timed_in_parts_and_whole(bench, tmp_pat
     last = rows[f"gather: {DISTILL_PARTS[-1]}"]
     assert last["baseline"] == f"dense: {DISTILL_PARTS[-1]}"
     assert last["speedup"] == pytest.approx(rows[last["baseline"]]["median_ms"] / last["median_ms"], abs=1e-3)
-    assert f"eager, gather generator: iteration with generator update {_seconds(rows, 'gather')} s" in output
+    note = f"iteration with generator update {_seconds(rows, 'gather')} s"
+    assert f"eager, gather generator, recomputing full: {note}" in output
+
+
+def test_a_distillation_is_timed_at_every_level_of_checkpointing(bench, monkeypatch, tmp_path):
+    module, levels = importlib.import_module("scripts.bench.distill"), []
+    prepare = module.parallelize
+
+    def recorded(dit, mesh, plan, device):
+        levels.append(plan.activation_checkpointing)
+        return prepare(dit, mesh, plan, device)
+
+    monkeypatch.setattr(module, "parallelize", recorded)
+    out = tmp_path / "report.json"
+    bench.main(["distill", *FAST, "--levels", "none", "full", "--out", str(out)])
+    # generator, critic, teacher of a dense and of a sparse generator
+    assert levels == 6 * ["none"] + 2 * ["full", "full", "none"]
+    report = json.loads(out.read_text())
+    whole = [row for row in report["rows"] if "whole" in row["op"]]
+    assert [row["activation_checkpointing"] for row in whole] == ["none", "none", "full", "full"]
+    assert [row["speedup"] == 1 for row in whole if row["op"].startswith("dense")] == [True, True]
+    assert {row["pass"] for row in whole} == {f"distillation, recomputing {level}" for level in ("none", "full")}
 
 
 def _seconds(rows, name: str) -> str:

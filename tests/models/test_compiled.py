@@ -5,7 +5,6 @@ from functools import partial
 
 import pytest
 import torch
-from torch._inductor import async_compile
 from vsa_kernels import residual_norm
 
 from tests.tiny_models import LEVELS, SPARSE, assert_equal_runs, make_inputs, make_model
@@ -158,16 +157,3 @@ def test_compiled_blocks_do_without_reductions_in_mixed_order(monkeypatch):
         model(*make_inputs(), topk=4)
     assert settings == [False]
     torch._dynamo.reset()
-
-
-@pytest.mark.parametrize("gpu", [True, False])
-def test_compile_workers_start_before_the_first_graph(gpu, monkeypatch):
-    started = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
-    monkeypatch.setattr(async_compile, "maybe_warm_pool", lambda: started.append("pool"))
-    monkeypatch.setattr(async_compile.AsyncCompile, "use_process_pool", lambda: started.append("processes"))
-    make_model(SPARSE).compile_blocks()
-    assert started == (["pool", "processes"] if gpu else [])
-    # a backend that generates no kernels needs none
-    make_model(SPARSE).compile_blocks(backend="eager")
-    assert len(started) == 2 * gpu

@@ -13,6 +13,14 @@ from vsa.models.blocks import TransformerBlock
 RECOMPILE_LIMIT = 64
 """Most graphs of one compiled block; the default of torch is 8."""
 
+INDUCTOR_OPTIONS: dict[str, Any] = {
+    # from torch 2.10 on, gradients of shift and scale of a batch of one sample would be memory that nobody wrote, or of
+    # a wrong shape (github.com/pytorch/pytorch/issues/193061), and sums over tokens may include rows that do not exist
+    # (195845); an option, because from torch 2.12 on a change of the configuration is of the thread that makes it
+    "triton.mix_order_reduction": False,
+}
+"""Options with which the code that torch generates is right."""
+
 
 def compiled_body(*, backend: str = "inductor", dynamic: bool | None = None) -> Callable[..., Tensor]:
     """The compiled body of a block, for `TransformerBlock.run`.
@@ -26,24 +34,5 @@ def compiled_body(*, backend: str = "inductor", dynamic: bool | None = None) -> 
 
     # torch counts graphs per function, which all networks of a process share (three roles, batch sizes, top-k)
     dynamo.recompile_limit = max(dynamo.recompile_limit, RECOMPILE_LIMIT)
-    options: dict[str, Any] | None = None
-    if backend == "inductor":
-        # from torch 2.10 on, gradients of shift and scale of a batch of one sample would be memory that nobody wrote
-        # (github.com/pytorch/pytorch/issues/193061), and sums over tokens may include rows that do not exist (195845);
-        # an option, because from torch 2.12 on a change of the configuration is of the thread that makes it
-        options = {"triton.mix_order_reduction": False}
-        if torch.cuda.is_available():
-            _start_compile_workers()
+    options = INDUCTOR_OPTIONS if backend == "inductor" else None
     return torch.compile(TransformerBlock.body, fullgraph=True, backend=backend, options=options, dynamic=dynamic)
-
-
-def _start_compile_workers() -> None:
-    """Start the processes in which torch compiles Triton kernels.
-
-    torch starts them with the first graph, and compiles in this process until they have imported what they need, which
-    is after the graphs of a block are through.
-    """
-    from torch._inductor.async_compile import AsyncCompile, maybe_warm_pool
-
-    maybe_warm_pool()
-    AsyncCompile.use_process_pool()

@@ -69,6 +69,7 @@ class Job:
         level: level of activation checkpointing.
         compiled: whether blocks are compiled.
         keeps_gradients: whether gradients stay allocated until the next step's backward (Lightning's own order).
+        fused: whether AdamW updates without temporaries, as it does on GPUs.
     """
 
     networks: Sequence[PlannedNetwork]
@@ -85,6 +86,7 @@ class Job:
     level: Level = "none"
     compiled: bool = False
     keeps_gradients: bool = True
+    fused: bool = True
 
     @property
     def samples(self) -> int:

@@ -86,7 +86,7 @@ def _moments(job: Job, network: PlannedNetwork) -> list[Parts]:
         {**work, "gradients": before, "activations": layers * activations, "last layers": head},
         {**work, "gradients": begun, "activations": layers * activations, "a block in its backward": turn},
         {**work, "gradients": gradients, "activations": activations, "a block in its backward": turn},
-        {"gradients": gradients, "AdamW's temporaries": _held(network.trained, job)},
+        {"gradients": gradients} | ({} if job.fused else {"AdamW's temporaries": _held(network.trained, job)}),
     ]
 
 
