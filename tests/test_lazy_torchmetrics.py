@@ -21,7 +21,14 @@ def test_lightning_loads_the_two_classes_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    "before", ["import vsa, lightning", "import vsa", "import torchmetrics, vsa, lightning", "import lightning, vsa"]
+    "before",
+    [
+        "import vsa, lightning",
+        # each takes twenty seconds of a core
+        pytest.param("import vsa", marks=pytest.mark.slow),
+        pytest.param("import torchmetrics, vsa, lightning", marks=pytest.mark.slow),
+        pytest.param("import lightning, vsa", marks=pytest.mark.slow),
+    ],
 )
 def test_the_whole_package_is_there_when_it_is_asked_for(before: str) -> None:
     code = f"""{before}
@@ -43,6 +50,7 @@ except AttributeError as error:
     assert "no_such_metric" in _run(code)
 
 
+@pytest.mark.slow
 def test_metrics_are_logged_and_pickled() -> None:
     code = """import vsa, pickle
 import lightning as L

@@ -46,6 +46,7 @@ def test_an_iteration_of_distillation_is_timed_in_parts_and_whole(bench, tmp_pat
     assert f"eager, gather generator, recomputing full: {note}" in output
 
 
+@pytest.mark.slow
 def test_a_distillation_is_timed_at_every_level_of_checkpointing(bench, monkeypatch, tmp_path):
     module, levels = importlib.import_module("scripts.bench.distill"), []
     prepare = module.parallelize
