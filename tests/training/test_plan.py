@@ -44,6 +44,15 @@ def test_the_command(words, status, said, command_line):
     assert len(err.splitlines()) == status
 
 
+def test_the_fused_adamw_of_gpus_has_no_temporaries(command_line):
+    # a batch of one small clip: weights, moments and gradients are nearly all of the memory
+    exit_code, out, err = command_line(*PLAN, "data.batch_size=1", "task.parallel.activation_checkpointing=full")
+    assert exit_code == 0, err
+    table = out.partition("memory of a GPU")[2].partition("time of a step")[0]
+    assert "optimizer moments" in table
+    assert "temporaries" not in table
+
+
 def test_an_unknown_kind_names_all_that_it_lacks_and_how_to_measure_it(command_line):
     exit_code, _, err = command_line(*PLAN, "--gpu", "GT 710")
     assert exit_code == 1
