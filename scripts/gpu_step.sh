@@ -1,18 +1,21 @@
 #!/usr/bin/env bash
 # What a training step, a distillation and a generation take on a GPU; benches compare with a slower definition first.
 # Usage, in the repository root, with the packages of `pip install -e .`:  scripts/gpu_step.sh [--dry-run] [PART...]
-#   PART  tests norm layer step distill denoise profile start ranks; default all. Seconds of an H200, by estimate:
-#         75   30   80    170  200     210     130     130   500
+#   PART  tests norm layer step distill denoise profile start start_wan pair ranks; default all. Seconds of an H200, by estimate:
+#         75   30   80    170  200     210     130     130   210       250  500
 #   --dry-run  says what would run
 #   OUT   folder of PART.json, PART.txt and profiles; default outputs/gpu_step
-# `start` trains the 120M model twice with an empty, then a warm cache; `ranks` alternates one GPU and all of them three times.
+# `start` trains the 120M model twice, with an empty, then a warm cache; `start_wan` finetunes Wan-1.3B so from a safetensors
+# folder of random weights (5.7 GB, deleted at the end). `pair` trains one variant of the ablation with the fused elementwise
+# kernels and with torch's operations, on two GPUs at the same time (130 s) if they are there, and compares the losses
+# (pair.json). `ranks` alternates one GPU and all of them three times.
 # Exit status 1 when a part failed.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 2
 OUT=${OUT:-outputs/gpu_step} dry=0 failed=0
 export PYTHONPATH=${PYTHONPATH:+$PYTHONPATH:}.:kernels PYTHONUNBUFFERED=1
 unset TRITON_INTERPRET
-python=${PYTHON:-python3} all="tests norm layer step distill denoise profile start ranks" parts=()
+python=${PYTHON:-python3} all="tests norm layer step distill denoise profile start start_wan pair ranks" parts=()
 for word in "$@"; do
   if [ "$word" = --dry-run ]; then dry=1; continue; fi
   # a word with a space is no part
@@ -38,9 +41,18 @@ bench() { # CASE SECONDS OPTIONS...
 latents() { # FOLDER OPTIONS...: random latents, drawn once
   [ -f "$1/index.json" ] || run "shards-${1##*/}" 60 "$python" scripts/make_random_shards.py "$@"
 }
-train() { # NAME SECONDS SETTINGS...
+train() { # NAME SECONDS SETTINGS...: by the script $program
   local name=$1 limit=$2; shift 2
-  run "$name" "$limit" "$python" train.py "run_dir=$OUT/runs/$name" overwrite=true data.num_workers=4 "$@"
+  run "$name" "$limit" "$python" "${program:-train.py}" "run_dir=$OUT/runs/$name" overwrite=true data.num_workers=4 "$@"
+}
+first_step() { # NAME SECONDS SETTINGS...: a few steps with an empty, then with a filled cache
+  local name=$1 limit=$2 cache; shift 2
+  for cache in cold warm; do
+    [ "$dry$cache" != 0cold ] || rm -rf "$OUT/cache"
+    TORCHINDUCTOR_CACHE_DIR=$OUT/cache/inductor TRITON_CACHE_DIR=$OUT/cache/triton \
+      train "$name-$cache" "$limit" "$@" trainer.limit_val_batches=0 callbacks.checkpoint=null
+    [ "$dry" = 1 ] || grep -h "first step done" "$OUT/$name-$cache.txt" || failed=1
+  done
 }
 micro=(experiment=pretrain_120m "data.root=$OUT/latents-120m" data.batch_size=8 trainer.accumulate_grad_batches=1)
 
@@ -62,12 +74,29 @@ for part in "${parts[@]}"; do
         "data.root=$OUT/latents-wan" data.batch_size=1 data.text_encoder.max_tokens=512 ;;
     start)
       latents "$OUT/latents-120m" --count 64
-      for cache in cold warm; do
-        [ $cache = warm ] || rm -rf "$OUT/cache"
-        TORCHINDUCTOR_CACHE_DIR=$OUT/cache/inductor TRITON_CACHE_DIR=$OUT/cache/triton \
-          train "start-$cache" 120 "${micro[@]}" trainer.max_steps=15 trainer.limit_val_batches=0 callbacks.checkpoint=null
-        [ "$dry" = 1 ] || grep -h "first step done" "$OUT/start-$cache.txt" || failed=1
-      done ;;
+      first_step start 120 "${micro[@]}" trainer.max_steps=15 ;;
+    start_wan)
+      latents "$OUT/latents-wan" --count 24 --latent 16 16 56 104 --text-tokens 512
+      [ -f "$OUT/weights-wan/config.json" ] || run weights-wan 120 "$python" scripts/make_random_weights.py "$OUT/weights-wan"
+      # shards of our own encoders; sparse from the first step: the dense ones of the experiment compile no sparse kernels
+      first_step start-wan 180 experiment=finetune_wan_1_3b "init_from=$OUT/weights-wan" data=folder \
+        "data.root=$OUT/latents-wan" data.text_padding=zeros data.text_encoder.dim=4096 data.text_encoder.max_tokens=512 \
+        data.batch_size=1 trainer=default trainer.accumulate_grad_batches=1 trainer.max_steps=5 \
+        sparsity=constant sparsity.topk=32 sparsity.sparsity=null
+      [ "$dry" = 1 ] || rm -rf "$OUT/weights-wan" ;;
+    pair)
+      # variant c_f of the ablation
+      pair=(300 experiment=ablation attention=video_sparse flop_budget=1e16 task.parallel.compile=true
+        "task.validate_at=[current]" trainer.val_check_interval=100 "callbacks.samples.prompts=[]" callbacks.checkpoint=null)
+      reference() { program=scripts/train_with_reference_ops.py train pair-reference "${pair[@]}"; }
+      if [ "$(nvidia-smi --list-gpus 2>/dev/null | wc -l)" -gt 1 ]; then
+        (export CUDA_VISIBLE_DEVICES=1; reference; exit "$failed") &
+        CUDA_VISIBLE_DEVICES=0 train pair-fused "${pair[@]}"
+        wait $! || failed=1
+      else
+        train pair-fused "${pair[@]}"; reference
+      fi
+      run pair 60 "$python" scripts/compare_losses.py "$OUT/runs/pair-fused" "$OUT/runs/pair-reference" --out "$OUT/pair.json" ;;
     ranks)
       gpus=$(nvidia-smi --list-gpus 2>/dev/null | wc -l)
       if [ "$gpus" -lt 2 ]; then echo "left out: ranks needs two GPUs, here are $gpus"; continue; fi

@@ -9,10 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from scripts.compare_losses import compare
+from scripts.train_with_reference_ops import use_reference
 from tests.docs.pages import ROOT
 from tests.docs.test_commands import Parsed, composed, only_parse, settings_of  # noqa: F401 (the fixture)
+from vsa.models import blocks, embeddings
 
-PARTS = ("tests", "norm", "layer", "step", "distill", "denoise", "profile", "start", "ranks")
+PARTS = ("tests", "norm", "layer", "step", "distill", "denoise", "profile", "start", "start_wan", "pair", "ranks")
+TRAINERS = {"train.py", "scripts/train_with_reference_ops.py"}
 
 
 def dry_run(tmp_path: Path, *arguments: str, gpus: int = 2) -> tuple[int, list[list[str]], str]:
@@ -32,17 +36,18 @@ def dry_run(tmp_path: Path, *arguments: str, gpus: int = 2) -> tuple[int, list[l
 def test_its_trainings_compose(tmp_path):
     status, commands, _ = dry_run(tmp_path, "--dry-run")
     assert status == 0
-    trainings = [words for words in commands if "train.py" in words]
-    assert len(trainings) == 2 + 2 + 3 * 2
-    for words in trainings:
-        cfg = composed(*settings_of(words[words.index("train.py") + 1 :]))
+    trainings = [words for words in commands if TRAINERS & set(words)]
+    assert len(trainings) == 2 + 2 + 2 + 2 + 3 * 2
+    for _, _, *words in trainings:
+        cfg = composed(*settings_of(words))
         assert cfg.data.batch_size % (cfg.trainer.accumulate_grad_batches * cfg.trainer.devices) == 0
 
 
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules.*:RuntimeWarning")
 def test_its_other_commands_parse(tmp_path, only_parse):  # noqa: F811
     _, commands, _ = dry_run(tmp_path, "--dry-run")
-    others = [words[1:] for words in commands if "train.py" not in words and "pytest" not in words]
-    assert len(others) == 5 + 2 + 1 + 1
+    others = [words[1:] for words in commands if not {*TRAINERS, "pytest"} & set(words)]
+    assert len(others) == 5 + 2 + 1 + 2 + 1 + 1
     for flag, *words in others:
         module, arguments = (words[0], words[1:]) if flag == "-m" else (flag[:-3].replace("/", "."), words)
         with pytest.raises(Parsed):
@@ -51,6 +56,39 @@ def test_its_other_commands_parse(tmp_path, only_parse):  # noqa: F811
     paths = [word for word in tests if word.startswith("tests/")]
     assert paths
     assert [path for path in paths if not (ROOT / path).is_file()] == []
+
+
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_the_pair_differs_by_its_operations_alone(gpus, tmp_path):
+    _, commands, _ = dry_run(tmp_path, "--dry-run", "pair", gpus=gpus)
+    *runs, comparison = commands
+    fused, reference = sorted(runs, key=lambda words: words[1] != "train.py")
+    assert (fused[1], reference[1]) == ("train.py", "scripts/train_with_reference_ops.py")
+    assert fused[3:] == reference[3:]
+    assert [word.removeprefix("run_dir=") for word in (fused[2], reference[2])] == comparison[2:4]
+
+
+def test_reference_ops_are_asked_for_where_models_call_them(monkeypatch):
+    names = {"residual_norm": embeddings, "linear_gelu": embeddings, "norm_rope": blocks}
+    for name, module in names.items():
+        monkeypatch.setattr(module, name, lambda *arguments, backend=None: (arguments, backend))
+    assert [getattr(module, name)("x") for name, module in names.items()] == 3 * [(("x",), None)]
+    use_reference()
+    assert [getattr(module, name)("x") for name, module in names.items()] == 3 * [(("x",), "reference")]
+
+
+def test_losses_of_two_runs_are_compared_at_equal_steps(tmp_path):
+    def run(name: str, *rows: str) -> Path:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metrics.csv").write_text("\n".join(("step,train/loss,val/loss", *rows, "")))
+        return tmp_path / name
+
+    first, second = run("a", "10,2,", "20,1,0.5"), run("b", "10,3,", "20,1,0.25")
+    result = compare(first, second)
+    assert result["runs"]["b"] == {"train/loss": {10: 3.0, 20: 1.0}, "val/loss": {20: 0.25}}
+    assert result["difference"] == {"train/loss": 0.0, "val/loss": -0.25}
+    with pytest.raises(ValueError, match=r"train/loss at different steps, the last ones are \[\[20\], \[10\]\]"):
+        compare(first, run("c", "10,3,0.25"))
 
 
 @pytest.mark.parametrize("part", PARTS)
