@@ -59,6 +59,11 @@ def check_allowed(name: str, allowed: Tensor | None, num_q: int, num_kv: int, li
     check_device(name, allowed, like, other)
 
 
+def has_sizes(x: Tensor, sizes: list[int]) -> bool:
+    """Whether x has this shape; also in a compiled graph in which some of the sizes are symbols."""
+    return x.ndim == len(sizes) and all(actual == size for actual, size in zip(x.shape, sizes, strict=True))
+
+
 def check_device(name: str, x: Tensor | None, like: str, other: Tensor) -> None:
     """Check that x, unless it is None, is on the device of the other tensor; both names are for the message."""
     if x is not None and x.device != other.device:

@@ -273,14 +273,19 @@ def pooling(p: Problem) -> None:
 
 
 def norm_rope(p: Problem) -> None:
-    """Norm and rotation of the problem's heads, and at the widths of models, forward and backward."""
+    """Norm, with bias and rotation, of the problem's heads, and at the widths of models, forward and backward."""
     from vsa_kernels.norm_rope import triton_norm_rope
 
     for heads, head_dim in ((p.heads, p.head_dim), (12, 64), (12, 128), (40, 128)):
         x, weight = (torch.empty(*size, heads * head_dim, dtype=DTYPES[p.dtype]) for size in ((p.batch, 999), ()))
-        table = torch.empty(999, head_dim // 2)
-        out, rstd = triton_norm_rope.forward(x, weight, table, table, heads, 1e-6)
-        triton_norm_rope.backward(out, x, weight, table, table, rstd)
+        for bias, table in (
+            (None, torch.empty(999, head_dim // 2)),
+            (weight, torch.empty(999, head_dim // 2)),
+            (weight, None),
+        ):
+            inputs = (weight, bias, table, table)
+            out, rstd = triton_norm_rope.forward(x, *inputs, heads, 1e-6)
+            triton_norm_rope.backward(out, x, *inputs, rstd)
 
 
 def linear_gelu(p: Problem) -> None:

@@ -19,6 +19,10 @@ from vsa.models.recompute import computed_again_without_attention
 
 # B, L, H, D: odd L, heads of no power of two, and the widths of Wan-1.3B and of the small model
 SHAPES = [(2, 5, 3, 6), (1, 7, 2, 16), (2, 3, 12, 64), (1, 3, 5, 80), (1, 1, 1, 2), (1, 3, 12, 128)]
+# queries and keys of self-attention, those of cross-attention, and those whose projection is an adapter's
+KINDS = ("projected, rotated", "projected", "rotated")
+# input channels of a projection
+WIDTH = 5
 EPS = 1e-4
 LAYOUTS = ["plain", "packed", "tokens apart", "channels apart"]
 
@@ -34,57 +38,88 @@ def laid_out(x: Tensor, layout: str) -> Tensor:
     return x
 
 
-def problem(shape: tuple[int, ...], device: torch.device, layout: str = "plain", dtype=torch.float32) -> dict[str, Any]:
+def problem(
+    shape: tuple[int, ...], device: torch.device, layout: str = "plain", dtype=torch.float32, kind: str = "rotated"
+) -> dict[str, Any]:
     """Tokens so small that eps matters, a weight, tables of random angles and a gradient."""
     B, L, H, D = shape
     g = torch.Generator().manual_seed(L)
-    x, dout = 1e-2 * torch.randn(B, L, H * D, generator=g), torch.randn(B, L, H, D, generator=g)
-    angle = 6 * torch.rand(L, D // 2, generator=g)
-    weight = 1 + 0.3 * torch.randn(H * D, generator=g)
-    inputs = {
-        "x": laid_out(x.to(device, dtype), layout).requires_grad_(),
-        "weight": weight.to(device, dtype).requires_grad_(),
-        "cos": angle.cos().to(device),
-        "sin": angle.sin().to(device),
-    }
+    normal = partial(torch.randn, generator=g)
+    inputs: dict[str, Any] = {"x": 1e-2 * normal(B, L, H * D), "weight": 1 + 0.3 * normal(H * D)}
+    dout, angle = normal(B, L, H, D), 6 * torch.rand(L, D // 2, generator=g)
+    if "projected" in kind:
+        # the bias is about as large as the product
+        inputs["x"], matrix, bias = normal(B, L, WIDTH), 4e-3 * normal(H * D, WIDTH), 6e-3 * normal(H * D)
+        inputs["projection"] = tuple(x.to(device, dtype).requires_grad_() for x in (matrix, bias))
+    inputs["x"] = laid_out(inputs["x"].to(device, dtype), layout).requires_grad_()
+    inputs["weight"] = inputs["weight"].to(device, dtype).requires_grad_()
+    if "rotated" in kind:
+        inputs |= {"cos": angle.cos().to(device), "sin": angle.sin().to(device)}
     return inputs | {"num_heads": H, "eps": EPS, "dout": laid_out(dout.to(device, dtype), layout)}
 
 
-def define(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, num_heads: int, eps: float) -> Tensor:
+def define(
+    x: Tensor, weight: Tensor, cos: Any = None, sin: Any = None, *, num_heads: int, eps: float, projection: Any = None
+) -> Tensor:
     """Each channel pair is a complex number, which the table turns."""
     x, weight = x.double(), weight.double()
+    if projection is not None:
+        matrix, bias = (parameter.double() for parameter in projection)
+        x = x @ matrix.T + bias
     normed_x = x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight
+    if cos is None:
+        return normed_x.unflatten(-1, (num_heads, -1))
     pairs = torch.view_as_complex(normed_x.unflatten(-1, (num_heads, -1, 2)).contiguous())
     turned_pairs = pairs * torch.complex(cos.double(), sin.double())[:, None]
     return torch.view_as_real(turned_pairs).flatten(-2)
 
 
+def leaves(inputs: dict[str, Any]) -> dict[str, Tensor]:
+    """The tensors with gradients."""
+    named = {"x": inputs["x"], "weight": inputs["weight"]}
+    return named | dict(zip(("matrix", "bias"), inputs.get("projection", ()), strict=False))
+
+
 def results(function: Any, dout: Tensor, **inputs: Any) -> dict[str, Tensor]:
     """Output and gradients."""
-    out = function(**inputs)
-    dx, dweight = torch.autograd.grad(out, (inputs["x"], inputs["weight"]), dout.to(out.dtype))
-    return {"out": out, "dx": dx, "dweight": dweight}
+    out, named = function(**inputs), leaves(inputs)
+    grads = torch.autograd.grad(out, list(named.values()), dout.to(out.dtype))
+    return {"out": out, **{f"d{name}": grad for name, grad in zip(named, grads, strict=True)}}
 
 
-def assert_defined(shape: tuple[int, ...], backend: str, device: torch.device, layout: str = "plain") -> None:
+def wrong_inputs(p: dict[str, Any]) -> list[dict[str, Any]]:
+    """Other values of what matters in a problem."""
+    wrong: list[dict[str, Any]] = [{"eps": 1.2 * EPS}]
+    if "sin" in p:
+        wrong.append({"sin": -p["sin"]})
+    if "projection" in p:
+        matrix, bias = p["projection"]
+        wrong.append({"projection": (matrix, (0.5 * bias).detach().requires_grad_())})
+    return wrong
+
+
+def assert_defined(
+    shape: tuple[int, ...], backend: str, device: torch.device, layout: str = "plain", kind: str = "rotated"
+) -> None:
     def ours(**inputs: Any) -> Tensor:
         return norm_rope(**inputs, backend=backend)
 
     for dtype in dtypes(device, backend == "triton"):
-        p = problem(shape, device, layout, dtype)
+        p = problem(shape, device, layout, dtype, kind)
         expected = results(define, **p)
         actual = results(ours, **p)
         assert actual["out"].is_contiguous()
         assert all(x.dtype == dtype for x in actual.values())
         assert_close(actual, expected, dtype)
-        for wrong in ({"sin": -p["sin"]}, {"eps": 1.2 * EPS}):
+        for wrong in wrong_inputs(p):
             with pytest.raises(AssertionError):
                 assert_close(results(ours, **p | wrong), expected, dtype)
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_reference_is_the_definition(shape, device):
-    assert_defined(shape, "reference", device)
+def test_reference_is_the_definition(shape, kind, device):
+    assert_defined(shape, "reference", device, kind=kind)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -92,9 +127,10 @@ def test_reference_takes_any_strides(layout, device):
     assert_defined((2, 5, 3, 6), "reference", device, layout)
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", [*SHAPES[:4], *map(further, SHAPES[4:])], ids=str)
-def test_triton_is_the_definition(shape, triton_device):
-    assert_defined(shape, "triton", triton_device)
+def test_triton_is_the_definition(shape, kind, triton_device):
+    assert_defined(shape, "triton", triton_device, kind=kind)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -102,11 +138,12 @@ def test_triton_takes_any_strides(layout, triton_device):
     assert_defined((2, 5, 3, 6), "triton", triton_device, layout)
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", [(8, 16384, 12, 64), (1, 23296, 12, 128), (1, 2048, 40, 128)], ids=str)
-def test_triton_at_the_sizes_of_models(shape, triton_device):
+def test_triton_at_the_sizes_of_models(shape, kind, triton_device):
     if triton_device.type == "cpu":
         pytest.skip("takes minutes in the interpreter")
-    p = problem(shape, triton_device, dtype=torch.bfloat16)
+    p = problem(shape, triton_device, dtype=torch.bfloat16, kind=kind)
     dout, inputs = p.pop("dout"), p
     actual = results(lambda **x: norm_rope(**x, backend="triton"), dout, **inputs)
     assert_close(actual, results(define, dout, **inputs), torch.bfloat16)
@@ -114,12 +151,21 @@ def test_triton_at_the_sizes_of_models(shape, triton_device):
     assert all(torch.equal(actual[name], again[name]) for name in actual)
 
 
-def test_triton_adds_the_weight_gradients_of_several_programs(triton_device, monkeypatch):
+@pytest.mark.parametrize("kind", KINDS[1:])
+def test_triton_adds_the_sums_of_several_programs(kind, triton_device, monkeypatch):
     from vsa_kernels import partial_sums
 
     # five programs, the last one short, and three steps of their sum
     monkeypatch.setattr(partial_sums, "_PARTIALS", 2)
-    assert_defined((2, 37, 2, 6), "triton", triton_device)
+    assert_defined((2, 37, 2, 6), "triton", triton_device, kind=kind)
+
+
+@pytest.mark.parametrize("kind", KINDS[:2])
+def test_triton_reads_the_parameters_of_long_rows_again(kind, triton_device, monkeypatch):
+    from vsa_kernels.norm_rope import triton_norm_rope
+
+    monkeypatch.setattr(triton_norm_rope, "_LONGEST_HELD", 4)
+    assert_defined((2, 3, 2, 6), "triton", triton_device, kind=kind)
 
 
 def test_triton_rounds_once(triton_device):
@@ -172,26 +218,31 @@ def test_triton_takes_a_weight_of_another_dtype(other, triton_device):
     assert_close(actual, results(define, **p), torch.float32)
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-def test_reference_is_torchs_norm_and_the_rotation_bit_for_bit(dtype):
+def test_reference_is_torchs_norm_and_the_rotation_bit_for_bit(dtype, kind):
     """Runs on a CPU with one seed keep every digit of their losses."""
 
-    def separately(x, weight, cos, sin, num_heads, eps):
+    def separately(x, weight, cos=None, sin=None, *, num_heads, eps, projection=None):
+        x = x if projection is None else F.linear(x, *projection)
         heads = F.rms_norm(x, (x.shape[-1],), weight, eps).unflatten(-1, (num_heads, -1))
+        if cos is None:
+            return heads
         even, odd = heads.unflatten(-1, (-1, 2)).unbind(-1)
         cos, sin = cos[:, None], sin[:, None]
         return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2).type_as(heads)
 
-    p = problem((2, 9, 4, 16), torch.device("cpu"), dtype=dtype)
+    p = problem((2, 9, 4, 16), torch.device("cpu"), dtype=dtype, kind=kind)
     actual, expected = results(norm_rope, **p), results(separately, **p)
     assert all(torch.equal(actual[name], expected[name]) for name in expected)
 
 
+@pytest.mark.parametrize("kind", KINDS[:2])
 @pytest.mark.parametrize("backend", ["reference", "triton"])
-def test_compiles_whole(backend, request):
+def test_compiles_whole(backend, kind, request):
     device = request.getfixturevalue("triton_device") if backend == "triton" else torch.device("cpu")
     torch._dynamo.reset()
-    p = problem((2, 5, 2, 6), device)
+    p = problem((2, 5, 2, 6), device, kind=kind)
     compiled = torch.compile(norm_rope, backend="aot_eager", fullgraph=True)
     actual = results(lambda **x: compiled(**x, backend=backend), **p)
     expected = results(lambda **x: norm_rope(**x, backend=backend), **p)
@@ -229,30 +280,37 @@ def test_triton_runs_again_where_a_block_is_computed_again(triton_device, monkey
     assert all(torch.equal(actual[name], expected[name]) for name in expected)
 
 
-def test_triton_opcheck(triton_device):
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("rotated", [False, True])
+def test_triton_opcheck(rotated, with_bias, triton_device):
     p = problem((2, 5, 2, 6), triton_device, "packed")
-    arguments = (p["x"], p["weight"], p["cos"], p["sin"])
+    bias = p["weight"].detach().clone().requires_grad_() if with_bias else None
+    arguments = (p["x"], p["weight"], bias, *((p["cos"], p["sin"]) if rotated else (None, None)))
     torch.library.opcheck(norm_rope_fwd, (*arguments, 2, EPS))
     _, rstd = norm_rope_fwd(*arguments, 2, EPS)
-    torch.library.opcheck(norm_rope_bwd, (p["dout"], *(x.detach() for x in arguments), rstd.detach()))
+    constants = (None if x is None else x.detach() for x in arguments)
+    torch.library.opcheck(norm_rope_bwd, (p["dout"], *constants, rstd.detach()))
 
 
 def test_an_empty_batch_gives_an_empty_result(device):
     for backend in ("reference", "triton") if device.type == "cuda" else ("reference",):
-        p = problem((0, 5, 2, 6), device)
+        p = problem((0, 5, 2, 6), device, kind=KINDS[0])
         actual = results(lambda p=p, backend=backend, **x: norm_rope(**x, backend=backend), **p)
-        assert [list(x.shape) for x in actual.values()] == [[0, 5, 2, 6], [0, 5, 12], [12]]
-        assert not actual["dweight"].any()
+        shapes = [[0, 5, 2, 6], [0, 5, WIDTH], [12], [12, WIDTH], [12]]
+        assert [list(x.shape) for x in actual.values()] == shapes
+        assert not any(actual[name].any() for name in ("dweight", "dmatrix", "dbias"))
 
 
 def test_shapes_of_fake_tensors():
     x = torch.empty(2, 5, 12, device="meta", dtype=torch.bfloat16, requires_grad=True)
     table = torch.empty(5, 3, device="meta")
     weight = torch.empty(12, device="meta", dtype=torch.bfloat16, requires_grad=True)
-    out, rstd = norm_rope_fwd(x, weight, table, table, 2, EPS)
+    bias = torch.empty(12, device="meta", requires_grad=True)
+    out, rstd = norm_rope_fwd(x, weight, bias, table, table, 2, EPS)
     assert (list(out.shape), out.dtype, rstd.dtype) == ([2, 5, 2, 6], torch.bfloat16, torch.float32)
-    dx, dweight = torch.autograd.grad(out, (x, weight), torch.empty_like(out))
-    assert (dx.shape, dweight.shape) == (x.shape, weight.shape)
+    inputs = (x, weight, bias)
+    for grad, of in zip(torch.autograd.grad(out, inputs, torch.empty_like(out)), inputs, strict=True):
+        assert (grad.shape, grad.dtype) == (of.shape, of.dtype)
 
 
 GOOD: dict[str, Any] = {
@@ -270,6 +328,11 @@ GOOD: dict[str, Any] = {
         ({"num_heads": 4}, "num_heads must divide the 12 channels of x into heads of an even size, got 4"),
         ({"num_heads": 0}, "num_heads must divide .* got 0"),
         ({"weight": torch.zeros(6)}, r"weight must be a float \[12\] like x, got torch.float32 \[6\]"),
+        ({"projection": (torch.zeros(8, 12), torch.zeros(8))}, r"weight must be a float \[8\] like projection"),
+        ({"projection": (torch.zeros(12, 6), torch.zeros(12))}, r"projection must be a float \[channels, 12\] like x"),
+        ({"projection": (torch.zeros(12, 12), torch.zeros(6))}, r"bias of projection must be a float \[12\] like it"),
+        ({"projection": (torch.zeros(10, 12), torch.zeros(10)), "num_heads": 3}, "the 10 channels of projection"),
+        ({"cos": None}, "cos and sin must be given together, got only sin"),
         ({"cos": torch.zeros(5, 3)}, r"cos must be float32 \[4, 3\], got torch.float32 \[5, 3\]"),
         ({"sin": torch.zeros(4, 3).double()}, r"sin must be float32 \[4, 3\], got torch.float64"),
         ({"sin": torch.zeros(4, 3, requires_grad=True)}, "sin must be a constant, got a tensor that requires a gradi"),

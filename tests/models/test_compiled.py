@@ -102,6 +102,17 @@ def test_compile_blocks_shares_one_graph_and_equals_eager(level):
     torch._dynamo.reset()
 
 
+def test_networks_of_several_widths_share_the_compiled_body():
+    """A distillation has a teacher of its own width; from the second one on, widths may be symbols."""
+    torch._dynamo.reset()
+    for heads, batch in ((5, 2), (3, 1), (2, 3)):
+        plain, compiled = (make_model(SPARSE, num_attention_heads=heads, num_layers=1) for _ in range(2))
+        compiled.compile_blocks(backend="aot_eager")
+        kwargs = {"topk": 3}
+        assert_equal_runs(plain, compiled, make_inputs(batch=batch), tolerance=1e-6, kwargs_a=kwargs, kwargs_b=kwargs)
+    torch._dynamo.reset()
+
+
 @pytest.mark.slow
 def test_inductor_blocks_equal_eager(device):
     torch._dynamo.reset()

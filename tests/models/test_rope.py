@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from vsa.attention.context import AttnContext
 from vsa.attention.full import FullAttention
 from vsa.attention.layout import Segment
-from vsa.models.blocks import RotatedRMSNorm, TransformerBlock
+from vsa.models.blocks import QKNorm, TransformerBlock
 from vsa.models.compute_dtype import compute_in
 from vsa.models.rope import apply_rope, axis_dims, rope_tables
 
@@ -80,7 +80,8 @@ def test_half_precision_rotates_in_fp32():
 def test_self_attention_norms_and_rotates_as_ever_on_a_cpu(dtype, monkeypatch):
     """Bit for bit, weights rounded by the compute dtype included: a seed keeps every digit of its losses."""
 
-    def separately(norm, x, rope):
+    def separately(norm, x, projection, rope):
+        x = projection(x)
         weight = norm.weight if dtype is None else norm.weight.to(dtype)
         normed_x = torch.nn.functional.rms_norm(x, norm.normalized_shape, weight, norm.eps)
         return apply_rope(normed_x.unflatten(-1, (2, -1)), rope)
@@ -105,11 +106,11 @@ def test_self_attention_norms_and_rotates_as_ever_on_a_cpu(dtype, monkeypatch):
         return out, *torch.autograd.grad(out.float().sin().sum(), (h, *block.attn1.parameters()))
 
     actual = run()
-    monkeypatch.setattr(RotatedRMSNorm, "forward", separately)
+    monkeypatch.setattr(QKNorm, "forward", separately)
     expected = run()
     assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
     # the control: other tables are noticed
-    monkeypatch.setattr(RotatedRMSNorm, "forward", lambda *a: separately(*a[:2], (a[2][0], -a[2][1])))
+    monkeypatch.setattr(QKNorm, "forward", lambda *a: separately(*a[:3], (a[3][0], -a[3][1])))
     assert not torch.equal(run()[0], expected[0])
 
 

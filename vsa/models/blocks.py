@@ -7,6 +7,7 @@ M = 1 or L timesteps per sample.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ from vsa_kernels import norm_rope
 from vsa.attention.base import AttentionMethod
 from vsa.attention.context import AttnContext
 from vsa.attention.dense import cross_attn
-from vsa.models.compute_dtype import rounded
+from vsa.models.compute_dtype import linear_arguments, rounded
 from vsa.models.embeddings import FeedForward, Residual, ResidualNorm, at_least_fp32
 from vsa.models.recompute import Level, computed_again, computed_again_without_attention
 from vsa.models.rope import Rope
@@ -51,8 +52,8 @@ class Conditioning(NamedTuple):
     image: Tensor | None = None
 
 
-class RotatedRMSNorm(nn.RMSNorm):
-    """RMS norm over all heads together, with the rotation of each head.
+class QKNorm(nn.RMSNorm):
+    """RMS norm of projected queries or keys, over all heads together, with the rotation of each head.
 
     Args:
         num_heads: H.
@@ -67,14 +68,26 @@ class RotatedRMSNorm(nn.RMSNorm):
         super().__init__(num_heads * head_dim, eps=eps)
         self.num_heads = num_heads
 
-    def forward(self, x: Tensor, rope: Rope) -> Tensor:  # type: ignore[override]
-        """Normalised and rotated heads `[B, L, H, D]` of projected tokens `[B, L, C]`."""
+    def forward(self, x: Tensor, projection: nn.Module, rope: Rope | None = None) -> Tensor:  # type: ignore[override]
+        """Normalised heads `[B, L, H, D]` of `projection(x)`, rotated by the tables.
+
+        Args:
+            x: `[B, L, E]`.
+            projection: to `[B, L, C]`; the bias of a linear layer is added by the kernel of the norm.
+            rope: cos, sin `[L, D / 2]`, or None without rotation.
+        """
         weight = rounded(self.weight, self.compute_dtype)
-        return norm_rope(x, weight, *rope, num_heads=self.num_heads, eps=self.eps)
+        tables = (None, None) if rope is None else rope
+        norm = partial(norm_rope, num_heads=self.num_heads, eps=self.eps)
+        arguments = linear_arguments(projection, x)
+        if arguments is None:
+            return norm(projection(x), weight, *tables)
+        x, matrix, bias = arguments
+        return norm(x, weight, *tables, projection=(matrix, bias))
 
 
 class AttentionProjections(nn.Module):
-    """Projections to q, k, v and back, with RMS norm over all heads of q and k together.
+    """Projections to q, k, v and back, with norms of q and k.
 
     Args:
         num_heads: H.
@@ -91,21 +104,12 @@ class AttentionProjections(nn.Module):
         self.to_v = nn.Linear(dim, dim)
         # a list because the checkpoint key is to_out.0
         self.to_out = nn.ModuleList([nn.Linear(dim, dim)])
-        self.norm_q = nn.RMSNorm(dim, eps=eps)
-        self.norm_k = nn.RMSNorm(dim, eps=eps)
+        self.norm_q = QKNorm(num_heads, head_dim, eps)
+        self.norm_k = QKNorm(num_heads, head_dim, eps)
 
     def heads(self, x: Tensor) -> Tensor:
         """`[B, L, C]` to `[B, L, H, D]`."""
         return x.unflatten(-1, (self.num_heads, -1))
-
-
-class SelfAttentionProjections(AttentionProjections):
-    """Projections whose norms of q and k rotate the heads too; arguments as in `AttentionProjections`."""
-
-    def __init__(self, num_heads: int, head_dim: int, eps: float):
-        super().__init__(num_heads, head_dim, eps)
-        self.norm_q = RotatedRMSNorm(num_heads, head_dim, eps)
-        self.norm_k = RotatedRMSNorm(num_heads, head_dim, eps)
 
 
 class CrossAttention(AttentionProjections):
@@ -124,14 +128,13 @@ class CrossAttention(AttentionProjections):
             dim = num_heads * head_dim
             self.add_k_proj = nn.Linear(added_kv_proj_dim, dim)
             self.add_v_proj = nn.Linear(added_kv_proj_dim, dim)
-            self.norm_added_k = nn.RMSNorm(dim, eps=eps)
+            self.norm_added_k = QKNorm(num_heads, head_dim, eps)
 
     def forward(self, x: Tensor, text: Tensor, text_mask: Tensor | None, image: Tensor | None) -> Tensor:
-        q = self.heads(self.norm_q(self.to_q(x)))
-        k = self.heads(self.norm_k(self.to_k(text)))
+        q, k = self.norm_q(x, self.to_q), self.norm_k(text, self.to_k)
         out = cross_attn(q, k, self.heads(self.to_v(text)), text_mask)
         if image is not None:
-            k = self.heads(self.norm_added_k(self.add_k_proj(image)))
+            k = self.norm_added_k(image, self.add_k_proj)
             out = out + cross_attn(q, k, self.heads(self.add_v_proj(image)))
         return self.to_out[0](out.flatten(2))
 
@@ -166,7 +169,7 @@ class TransformerBlock(nn.Module):
         super().__init__()
         dim = num_heads * head_dim
         self.norm1 = ResidualNorm(dim, eps, elementwise_affine=False)
-        self.attn1 = SelfAttentionProjections(num_heads, head_dim, eps)
+        self.attn1 = AttentionProjections(num_heads, head_dim, eps)
         self.attn2 = CrossAttention(num_heads, head_dim, eps, added_kv_proj_dim)
         self.norm2 = ResidualNorm(dim, eps) if cross_attn_norm else Residual()
         self.ffn = FeedForward(dim, ffn_dim)
@@ -239,7 +242,7 @@ class TransformerBlock(nn.Module):
     def self_attention(self, h: Tensor, rope: Rope, ctx: AttnContext) -> Tensor:
         """Self-attention output `[B, L, C]` of normalised, modulated hidden states `[B, L, C]`."""
         attn = self.attn1
-        q, k = attn.norm_q(attn.to_q(h), rope), attn.norm_k(attn.to_k(h), rope)
+        q, k = attn.norm_q(h, attn.to_q, rope), attn.norm_k(h, attn.to_k, rope)
         v = attn.heads(attn.to_v(h))
         out = self.method(q, k, v, self.method.project(h), ctx)
         return attn.to_out[0](out.flatten(2))

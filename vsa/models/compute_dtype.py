@@ -7,6 +7,8 @@ the dtype of the parameters.
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -25,6 +27,21 @@ class RoundedLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         bias = None if self.bias is None else rounded(self.bias, self.compute_dtype)
         return F.linear(rounded(input, self.compute_dtype), rounded(self.weight, self.compute_dtype), bias)
+
+
+def linear_arguments(module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Input, weight and bias of a linear layer, for an operator that computes the layer together with the next one.
+
+    They are rounded as in the layer's own forward pass. None for a module that has to be called: one with hooks,
+    without a bias, or of another kind, such as an adapter around a linear layer.
+    """
+    if type(module) not in (nn.Linear, RoundedLinear) or module._forward_hooks or module._forward_pre_hooks:
+        return None
+    linear = cast(nn.Linear, module)
+    if linear.bias is None:
+        return None
+    dtype = getattr(linear, "compute_dtype", None)
+    return rounded(x, dtype), rounded(linear.weight, dtype), rounded(linear.bias, dtype)
 
 
 class RoundedRMSNorm(nn.RMSNorm):

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from vsa_kernels import linear_gelu, residual_norm
 
-from vsa.models.compute_dtype import RoundedLinear, rounded
+from vsa.models.compute_dtype import linear_arguments, rounded
 
 Grid = tuple[int, int, int]
 
@@ -207,11 +207,10 @@ class GeluProjection(nn.Module):
         self.approximate = approximate
 
     def forward(self, x: Tensor) -> Tensor:
-        # an adapter around the projection computes it in its own way
-        if self.approximate != "tanh" or type(self.proj) not in (nn.Linear, RoundedLinear):
+        arguments = linear_arguments(self.proj, x)
+        if self.approximate != "tanh" or arguments is None:
             return F.gelu(self.proj(x), approximate=self.approximate)
-        dtype = getattr(self.proj, "compute_dtype", None)
-        return linear_gelu(*(rounded(tensor, dtype) for tensor in (x, self.proj.weight, self.proj.bias)))
+        return linear_gelu(*arguments)
 
 
 class FeedForward(nn.Module):

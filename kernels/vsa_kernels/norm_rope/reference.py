@@ -7,9 +7,22 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def norm_rope(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, num_heads: int, eps: float) -> Tensor:
-    """Normalised, rotated `[B, L, H, D]` of x `[B, L, H * D]`; the norm is rounded to x's dtype before the rotation."""
-    return rotate(F.rms_norm(x, weight.shape, weight, eps).unflatten(-1, (num_heads, -1)), cos, sin)
+def norm_rope(
+    x: Tensor,
+    weight: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    num_heads: int,
+    eps: float,
+    projection: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
+    """Normalised, rotated `[B, L, H, D]`; arguments as in `api.norm_rope`.
+
+    The norm is rounded to x's dtype before the rotation.
+    """
+    tokens = x if projection is None else F.linear(x, *projection)
+    heads = F.rms_norm(tokens, weight.shape, weight, eps).unflatten(-1, (num_heads, -1))
+    return heads if cos is None or sin is None else rotate(heads, cos, sin)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -20,8 +20,12 @@ from vsa_kernels.partial_sums import add_partials
 
 # rows of a forward program, enough to reuse the weights
 _ROWS = 4
-# elements of a row per thread: the backward has four fp32 numbers for each in registers
-_THREAD_ELEMENTS = 32
+# elements of a row per thread: the backward has up to five fp32 numbers for each in registers
+_FORWARD_ELEMENTS, _BACKWARD_ELEMENTS = 32, 16
+# rows in flight of a program
+_FORWARD_STAGES, _BACKWARD_STAGES = 1, 1
+# longest row whose parameters stay in registers in the backward; for longer ones they are read again in every row
+_LONGEST_HELD = 4096
 # of a backward thread, for 16 warps per multiprocessor; 112 spill at 1,536 and 5,120 channels
 _REGISTERS = 128
 # rows of a backward program: between them, few enough that all multiprocessors are busy with small problems, so many
@@ -37,34 +41,42 @@ def _pairs(b_x, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr):
 
 @triton.jit(do_not_specialize=["R", "L"])
 def _norm_rope_kernel(
-    x, weight, cos, sin, out, rstd, R, L, stride_b, stride_l, eps,
+    x, weight, bias, cos, sin, out, rstd, R, L, stride_b, stride_l, eps,
     H: tl.constexpr, D: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
+    BIASED: tl.constexpr, ROTATED: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     o_h, o_d, o_p = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_D // 2)
     o_c = o_h[:, None] * D + o_d[None, :]
     m_c = (o_h < H)[:, None] & (o_d < D)[None, :]
     m_p = o_p < D // 2
     b_weight = tl.load(weight + o_c, mask=m_c, other=0.0)
+    if BIASED:
+        b_bias = tl.load(bias + o_c, mask=m_c, other=0.0)
     first = tl.program_id(0) * ROWS
-    for i in range(tl.minimum(ROWS, R - first)):
+    for i in tl.range(0, tl.minimum(ROWS, R - first), num_stages=STAGES):
         i_r = first + i
         i_b, i_l = (i_r // L).to(tl.int64), (i_r % L).to(tl.int64)
         b_x = tl.load(x + i_b * stride_b + i_l * stride_l + o_c, mask=m_c, other=0.0).to(tl.float32)
-        b_cos = tl.load(cos + i_l * (D // 2) + o_p, mask=m_p, other=0.0)[None, :]
-        b_sin = tl.load(sin + i_l * (D // 2) + o_p, mask=m_p, other=0.0)[None, :]
+        if BIASED:
+            b_x += b_bias.to(tl.float32)
         b_rstd = tl.rsqrt(tl.sum(b_x * b_x) / (H * D) + eps)
         tl.store(rstd + i_r, b_rstd)
-        # [BLOCK_H, BLOCK_D / 2]
-        b_even, b_odd = _pairs(b_x * b_rstd * b_weight.to(tl.float32), BLOCK_H, BLOCK_D)
-        b_out = tl.join(b_even * b_cos - b_odd * b_sin, b_even * b_sin + b_odd * b_cos)
-        b_out = tl.reshape(b_out, (BLOCK_H, BLOCK_D)).to(out.dtype.element_ty)
-        tl.store(out + i_r.to(tl.int64) * (H * D) + o_c, b_out, mask=m_c)
+        b_out = b_x * b_rstd * b_weight.to(tl.float32)
+        if ROTATED:
+            b_cos = tl.load(cos + i_l * (D // 2) + o_p, mask=m_p, other=0.0)[None, :]
+            b_sin = tl.load(sin + i_l * (D // 2) + o_p, mask=m_p, other=0.0)[None, :]
+            # [BLOCK_H, BLOCK_D / 2]
+            b_even, b_odd = _pairs(b_out, BLOCK_H, BLOCK_D)
+            b_out = tl.join(b_even * b_cos - b_odd * b_sin, b_even * b_sin + b_odd * b_cos)
+            b_out = tl.reshape(b_out, (BLOCK_H, BLOCK_D))
+        tl.store(out + i_r.to(tl.int64) * (H * D) + o_c, b_out.to(out.dtype.element_ty), mask=m_c)
 
 
 @triton.jit(do_not_specialize=["R", "L"])
 def _norm_rope_grad_kernel(
-    dout, x, weight, cos, sin, rstd, dx, partials, R, L, do_b, do_l, do_h, stride_b, stride_l,
+    dout, x, weight, bias, cos, sin, rstd, dx, partials, R, L, do_b, do_l, do_h, stride_b, stride_l,
     H: tl.constexpr, D: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
+    BIASED: tl.constexpr, ROTATED: tl.constexpr, HELD: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     o_h, o_d, o_p = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_D // 2)
     o_c = o_h[:, None] * D + o_d[None, :]
@@ -73,41 +85,64 @@ def _norm_rope_grad_kernel(
     m_p = o_p < D // 2
     dw_even = tl.zeros((BLOCK_H, BLOCK_D // 2), tl.float32)
     dw_odd = tl.zeros((BLOCK_H, BLOCK_D // 2), tl.float32)
+    db_even = tl.zeros((BLOCK_H, BLOCK_D // 2), tl.float32)
+    db_odd = tl.zeros((BLOCK_H, BLOCK_D // 2), tl.float32)
+    if HELD:
+        b_weight = tl.load(weight + o_c, mask=m_c, other=0.0)
+        if BIASED:
+            b_bias = tl.load(bias + o_c, mask=m_c, other=0.0)
     first = tl.program_id(0) * ROWS
-    for i in range(tl.minimum(ROWS, R - first)):
+    for i in tl.range(0, tl.minimum(ROWS, R - first), num_stages=STAGES):
         i_r = first + i
         i_b, i_l = (i_r // L).to(tl.int64), (i_r % L).to(tl.int64)
         b_x = tl.load(x + i_b * stride_b + i_l * stride_l + o_c, mask=m_c, other=0.0)
         b_do = tl.load(dout + i_b * do_b + i_l * do_l + o_do, mask=m_c, other=0.0)
-        b_cos = tl.load(cos + i_l * (D // 2) + o_p, mask=m_p, other=0.0)[None, :]
-        b_sin = tl.load(sin + i_l * (D // 2) + o_p, mask=m_p, other=0.0)[None, :]
         b_rstd = tl.load(rstd + i_r)
         n_even, n_odd = _pairs(b_x, BLOCK_H, BLOCK_D)
+        if not HELD:
+            b_weight = tl.load(weight + o_c, mask=m_c, other=0.0)
+            if BIASED:
+                b_bias = tl.load(bias + o_c, mask=m_c, other=0.0)
+        if BIASED:
+            even, odd = _pairs(b_bias, BLOCK_H, BLOCK_D)
+            n_even, n_odd = n_even + even, n_odd + odd
         n_even, n_odd = n_even * b_rstd, n_odd * b_rstd
-        do_even, do_odd = _pairs(b_do, BLOCK_H, BLOCK_D)
-        # rotated back
-        g_even, g_odd = do_even * b_cos + do_odd * b_sin, do_odd * b_cos - do_even * b_sin
+        g_even, g_odd = _pairs(b_do, BLOCK_H, BLOCK_D)
+        if ROTATED:
+            b_cos = tl.load(cos + i_l * (D // 2) + o_p, mask=m_p, other=0.0)[None, :]
+            b_sin = tl.load(sin + i_l * (D // 2) + o_p, mask=m_p, other=0.0)[None, :]
+            # rotated back
+            g_even, g_odd = g_even * b_cos + g_odd * b_sin, g_odd * b_cos - g_even * b_sin
         dw_even += g_even * n_even
         dw_odd += g_odd * n_odd
-        # from the L1 cache in every row: registers are what limits the number of programs, hence of loads in flight
-        w_even, w_odd = _pairs(tl.load(weight + o_c, mask=m_c, other=0.0), BLOCK_H, BLOCK_D)
+        w_even, w_odd = _pairs(b_weight, BLOCK_H, BLOCK_D)
         g_even, g_odd = g_even * w_even, g_odd * w_odd
         b_mean = tl.sum(g_even * n_even + g_odd * n_odd) / (H * D)
-        b_dx = tl.join((g_even - n_even * b_mean) * b_rstd, (g_odd - n_odd * b_mean) * b_rstd)
-        b_dx = tl.reshape(b_dx, (BLOCK_H, BLOCK_D)).to(dx.dtype.element_ty)
+        g_even, g_odd = (g_even - n_even * b_mean) * b_rstd, (g_odd - n_odd * b_mean) * b_rstd
+        if BIASED:
+            db_even += g_even
+            db_odd += g_odd
+        b_dx = tl.reshape(tl.join(g_even, g_odd), (BLOCK_H, BLOCK_D)).to(dx.dtype.element_ty)
         tl.store(dx + i_r.to(tl.int64) * (H * D) + o_c, b_dx, mask=m_c)
-    b_dw = tl.reshape(tl.join(dw_even, dw_odd), (BLOCK_H, BLOCK_D))
-    tl.store(partials + tl.program_id(0).to(tl.int64) * (H * D) + o_c, b_dw, mask=m_c)
+    # [1 or 2, programs, C]: of weight and of bias
+    o_sum = tl.program_id(0).to(tl.int64) * (H * D) + o_c
+    tl.store(partials + o_sum, tl.reshape(tl.join(dw_even, dw_odd), (BLOCK_H, BLOCK_D)), mask=m_c)
+    if BIASED:
+        o_sum += tl.num_programs(0).to(tl.int64) * (H * D)
+        tl.store(partials + o_sum, tl.reshape(tl.join(db_even, db_odd), (BLOCK_H, BLOCK_D)), mask=m_c)
 
 
-def forward(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, num_heads: int, eps: float) -> tuple[Tensor, Tensor]:
+def forward(
+    x: Tensor, weight: Tensor, bias: Tensor | None, cos: Tensor | None, sin: Tensor | None, num_heads: int, eps: float
+) -> tuple[Tensor, Tensor]:
     """Normalised and rotated heads `[B, L, H, D]`, contiguous in x's dtype, and fp32 `[B, L]` inverse roots.
 
     Args:
         x: `[B, L, C]` tokens in fp32, fp16 or bf16.
         weight: `[C]` of the norm.
-        cos: fp32 `[L, D / 2]`.
-        sin: fp32 `[L, D / 2]`.
+        bias: `[C]` added to the tokens, or None.
+        cos: fp32 `[L, D / 2]`, or None without rotation.
+        sin: like cos.
         num_heads: H.
         eps: added to the mean square.
     """
@@ -117,31 +152,25 @@ def forward(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, num_heads: int,
     out = x.new_empty((B, L, num_heads, head_dim))
     rstd = x.new_empty((B, L), dtype=torch.float32)
     launch(
-        _norm_rope_kernel,
-        (triton.cdiv(B * L, _ROWS),),
-        x,
-        weight.contiguous(),
-        cos.contiguous(),
-        sin.contiguous(),
-        out,
-        rstd,
-        B * L,
-        L,
-        *x.stride()[:2],
-        eps,
-        ROWS=_ROWS,
-        **_tile(num_heads, head_dim),
-    )
+        _norm_rope_kernel, (triton.cdiv(B * L, _ROWS),),
+        x, *_contiguous(weight, bias, cos, sin), out, rstd, B * L, L, *x.stride()[:2], eps,
+        ROWS=_ROWS, BIASED=bias is not None, ROTATED=cos is not None, STAGES=_FORWARD_STAGES,
+        **_tile(num_heads, head_dim, _FORWARD_ELEMENTS),
+    )  # fmt: skip
     return out, rstd
 
 
-def backward(dout: Tensor, x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of x `[B, L, C]`, contiguous, and of the weight `[C]`, the same bits in every call.
+def backward(
+    dout: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, cos: Tensor | None, sin: Tensor | None, rstd: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of x `[B, L, C]`, contiguous, of weight and bias `[C]` (empty without a bias), the same bits in every
+    call.
 
     Args:
         dout: `[B, L, H, D]` gradient of the heads.
         x: as in `forward`.
         weight: as in `forward`.
+        bias: as in `forward`.
         cos: as in `forward`.
         sin: as in `forward`.
         rstd: the inverse roots of `forward`.
@@ -152,36 +181,31 @@ def backward(dout: Tensor, x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, 
     rows = min(max(1 << max(B * L // _PROGRAMS, 1).bit_length() - 1, _FEWEST_ROWS), _MOST_ROWS)
     num = triton.cdiv(B * L, rows)
     dx = x.new_empty(x.shape)
-    partials = x.new_empty((num, C), dtype=torch.float32)
+    partials = x.new_empty((1 if bias is None else 2, num, C), dtype=torch.float32)
     launch(
-        _norm_rope_grad_kernel,
-        (num,),
-        dout,
-        x,
-        weight.contiguous(),
-        cos.contiguous(),
-        sin.contiguous(),
-        rstd,
-        dx,
-        partials,
-        B * L,
-        L,
-        *dout.stride()[:3],
-        *x.stride()[:2],
-        ROWS=rows,
+        _norm_rope_grad_kernel, (num,),
+        dout, x, *_contiguous(weight, bias, cos, sin), rstd, dx, partials,
+        B * L, L, *dout.stride()[:3], *x.stride()[:2],
+        ROWS=rows, BIASED=bias is not None, ROTATED=cos is not None, HELD=C <= _LONGEST_HELD, STAGES=_BACKWARD_STAGES,
         # fp32 is for tests
-        maxnreg=_REGISTERS if x.dtype.itemsize == 2 else None,
-        **_tile(num_heads, head_dim),
-    )
-    return dx, add_partials(partials, weight.new_empty(weight.shape))
+        maxnreg=_REGISTERS if x.dtype.itemsize == 2 else None, **_tile(num_heads, head_dim, _BACKWARD_ELEMENTS),
+    )  # fmt: skip
+    dweight, dbias = weight.new_empty(weight.shape), x.new_empty((0,)) if bias is None else bias.new_empty(bias.shape)
+    for part, total in zip(partials, (dweight, dbias), strict=False):
+        add_partials(part, total)
+    return dx, dweight, dbias
 
 
 def _rows_ready(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _tile(num_heads: int, head_dim: int) -> dict[str, Any]:
+def _contiguous(*tensors: Tensor | None) -> list[Tensor | None]:
+    return [None if tensor is None else tensor.contiguous() for tensor in tensors]
+
+
+def _tile(num_heads: int, head_dim: int, elements: int) -> dict[str, Any]:
     # constants of a launch: a row, and the warps that hold it
     block_h, block_d = triton.next_power_of_2(num_heads), triton.next_power_of_2(head_dim)
-    warps = min(max(block_h * block_d // (32 * _THREAD_ELEMENTS), 1), 16)
+    warps = min(max(block_h * block_d // (32 * elements), 1), 16)
     return {"H": num_heads, "D": head_dim, "BLOCK_H": block_h, "BLOCK_D": block_d, "num_warps": warps}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from vsa_kernels.checks import check_device
+from vsa_kernels.checks import check_device, has_sizes
 from vsa_kernels.dispatch import resolve_plain
 from vsa_kernels.modes import refuse_forward_mode
 from vsa_kernels.residual_norm import reference
@@ -67,7 +67,9 @@ def _check(x: Tensor, update: Tensor | None, gate: Tensor | None, weight: Tensor
     for name, parameter in (("gate", gate), ("weight", weight), ("bias", bias)):
         if parameter is None:
             continue
-        if list(parameter.shape) not in shapes[name] or not parameter.is_floating_point():
+        # size by size: in a compiled graph of several widths, a list with symbols is in no list of lists
+        fits = any(has_sizes(parameter, sizes) for sizes in shapes[name])
+        if not fits or not parameter.is_floating_point():
             expected = " or ".join(map(str, shapes[name]))
             raise ValueError(f"{name} must be a float {expected}, got {parameter.dtype} {list(parameter.shape)}")
     for name, tensor in (("update", update), ("gate", gate), ("weight", weight), ("bias", bias)):
