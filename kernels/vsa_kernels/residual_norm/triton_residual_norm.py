@@ -22,8 +22,8 @@ from vsa_kernels.partial_sums import add_partials
 _ROWS = 4
 # elements of a row per thread: the backward has three sums and four more fp32 numbers for each in registers
 _FORWARD_ELEMENTS, _BACKWARD_ELEMENTS = 32, 16
-# rows in flight of a program
-_FORWARD_STAGES, _BACKWARD_STAGES = 1, 1
+# stages of the backward's pipeline over rows: the next two are on their way to shared memory while one is computed
+_STAGES = 3
 # longest row whose parameters stay in registers in the backward; for longer ones they are read again in every row
 _LONGEST_HELD = 4096
 # rows of a backward program: between them, few enough that all multiprocessors are busy with small problems, so many
@@ -35,7 +35,6 @@ _FEWEST_ROWS, _MOST_ROWS, _PROGRAMS = 16, 64, 512
 def _residual_norm_kernel(
     x, update, gate, weight, bias, total, norm, mean, rstd, L, x_b, x_l, u_b, u_l, gate_b, weight_b, bias_b, eps,
     C: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, UPDATED: tl.constexpr, GATED: tl.constexpr,
-    STAGES: tl.constexpr,
 ):  # fmt: skip
     programs = tl.cdiv(L, ROWS)
     i_b, first = (tl.program_id(0) // programs).to(tl.int64), tl.program_id(0) % programs * ROWS
@@ -45,7 +44,7 @@ def _residual_norm_kernel(
     b_bias = tl.load(bias + i_b * bias_b + o_c, mask=m_c, other=0.0).to(tl.float32)
     if GATED:
         b_gate = tl.load(gate + i_b * gate_b + o_c, mask=m_c, other=0.0).to(tl.float32)
-    for i in tl.range(0, tl.minimum(ROWS, L - first), num_stages=STAGES):
+    for i in range(tl.minimum(ROWS, L - first)):
         i_l = (first + i).to(tl.int64)
         row = i_b * L + i_l
         b_x = tl.load(x + i_b * x_b + i_l * x_l + o_c, mask=m_c, other=0.0).to(tl.float32)
@@ -145,8 +144,7 @@ def forward(
         _residual_norm_kernel, (triton.cdiv(L, _ROWS) * B,),
         x, update, gate, weight, bias, total, norm, mean, rstd, L,
         *x.stride()[:2], *_strides(update), _per_sample(gate), _per_sample(weight), _per_sample(bias), eps,
-        ROWS=_ROWS, UPDATED=update is not None, GATED=gate is not None, STAGES=_FORWARD_STAGES,
-        **_tile(C, _FORWARD_ELEMENTS),
+        ROWS=_ROWS, UPDATED=update is not None, GATED=gate is not None, **_tile(C, _FORWARD_ELEMENTS),
     )  # fmt: skip
     return total, norm, mean, rstd
 
@@ -187,7 +185,7 @@ def backward(
         L, *_strides(dtotal), *_strides(dnorm), *_strides(total), *_strides(update), _per_sample(gate),
         _per_sample(weight),
         ROWS=rows, UPDATED=dtotal is not None, GATED=gated, GATE_SUMMED=gate_summed, SUMMED=summed,
-        HELD=C <= _LONGEST_HELD, STAGES=_BACKWARD_STAGES, **_tile(C, _BACKWARD_ELEMENTS),
+        HELD=C <= _LONGEST_HELD, STAGES=_STAGES, **_tile(C, _BACKWARD_ELEMENTS),
     )  # fmt: skip
     dgate, dweight, dbias = (total.new_empty((0,)) for _ in range(3))
     if bias is not None:
