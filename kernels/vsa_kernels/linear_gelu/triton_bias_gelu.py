@@ -19,7 +19,6 @@ from vsa_kernels.partial_sums import add_partials
 
 # a warp has a row of a tile in 16-byte accesses of half precision
 _COLUMNS, _TILE_ROWS, _WARPS = 256, 16, 8
-_FORWARD_STAGES, _BACKWARD_STAGES = 1, 1
 # rows of a program: few enough that all multiprocessors are busy with small problems, so many that writing and adding
 # partial sums is a small part of the traffic
 _FEWEST_ROWS, _MOST_ROWS, _PROGRAMS = 16, 128, 1024
@@ -36,8 +35,7 @@ def _logistic(u):
 
 @triton.jit(do_not_specialize=["R"])
 def _bias_gelu_kernel(
-    x, bias, out, R, F: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, COLUMNS: tl.constexpr,
-    STAGES: tl.constexpr,
+    x, bias, out, R, F: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
     # neighbouring programs read whole rows together
     i_c, i_p = tl.program_id(0) % tl.cdiv(F, COLUMNS), tl.program_id(0) // tl.cdiv(F, COLUMNS)
@@ -45,7 +43,7 @@ def _bias_gelu_kernel(
     m_f = o_f < F
     b_bias = tl.load(bias + o_f, mask=m_f, other=0.0).to(tl.float32)[None, :]
     first = i_p * ROWS
-    for i in tl.range(first, tl.minimum(first + ROWS, R), TILE, num_stages=STAGES):
+    for i in range(first, tl.minimum(first + ROWS, R), TILE):
         o_r = i + tl.arange(0, TILE)
         o_x = o_r.to(tl.int64)[:, None] * F + o_f[None, :]
         m = (o_r < R)[:, None] & m_f[None, :]
@@ -57,7 +55,7 @@ def _bias_gelu_kernel(
 @triton.jit(do_not_specialize=["R"])
 def _bias_gelu_grad_kernel(
     dout, x, bias, dx, partials, R,
-    F: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
+    F: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     # neighbouring programs read whole rows together
     i_c, i_p = tl.program_id(0) % tl.cdiv(F, COLUMNS), tl.program_id(0) // tl.cdiv(F, COLUMNS)
@@ -66,7 +64,7 @@ def _bias_gelu_grad_kernel(
     b_bias = tl.load(bias + o_f, mask=m_f, other=0.0).to(tl.float32)[None, :]
     b_sum = tl.zeros((TILE, COLUMNS), tl.float32)
     first = i_p * ROWS
-    for i in tl.range(first, tl.minimum(first + ROWS, R), TILE, num_stages=STAGES):
+    for i in range(first, tl.minimum(first + ROWS, R), TILE):
         o_r = i + tl.arange(0, TILE)
         o_x = o_r.to(tl.int64)[:, None] * F + o_f[None, :]
         m = (o_r < R)[:, None] & m_f[None, :]
@@ -92,10 +90,7 @@ def forward(x: Tensor, bias: Tensor) -> Tensor:
     x = x.contiguous()
     out = x.new_empty(x.shape)
     programs, constants = _programs(x)
-    launch(
-        _bias_gelu_kernel, _grid(x, programs), x, bias.contiguous(), out, x.numel() // x.shape[-1],
-        STAGES=_FORWARD_STAGES, **constants,
-    )  # fmt: skip
+    launch(_bias_gelu_kernel, _grid(x, programs), x, bias.contiguous(), out, x.numel() // x.shape[-1], **constants)
     return out
 
 
@@ -112,10 +107,7 @@ def backward(dout: Tensor, x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
     programs, constants = _programs(x)
     partials = x.new_empty((programs, x.shape[-1]), dtype=torch.float32)
     rows = x.numel() // x.shape[-1]
-    launch(
-        _bias_gelu_grad_kernel, _grid(x, programs), dout, x, bias.contiguous(), dx, partials, rows,
-        STAGES=_BACKWARD_STAGES, **constants,
-    )  # fmt: skip
+    launch(_bias_gelu_grad_kernel, _grid(x, programs), dout, x, bias.contiguous(), dx, partials, rows, **constants)
     return dx, add_partials(partials, bias.new_empty(bias.shape))
 
 
