@@ -22,9 +22,10 @@ from vsa_kernels.partial_sums import add_partials
 _ROWS = 8
 # elements of a row per thread: the backward has up to six fp32 numbers for each in registers
 _ELEMENTS = 16
-# stages of the pipeline over rows: the next two are on their way to shared memory while one is computed
-_STAGES = 3
-# longest row whose parameters stay in registers in the backward; for longer ones they are read again in every row
+# stages of the pipeline over rows: the next two are on their way to shared memory while one is computed; longer rows
+# would fill the shared memory (bytes)
+_STAGES, _LONGEST_PIPELINED = 3, 8192
+# channels of the longest row whose parameters stay in registers in the backward; for longer ones they are read again in every row
 _LONGEST_HELD = 4096
 # rows of a backward program: between them, few enough that all multiprocessors are busy with small problems, so many
 # that writing and adding partial gradients of the weight is a small part of the traffic
@@ -152,8 +153,8 @@ def forward(
     launch(
         _norm_rope_kernel, (triton.cdiv(B * L, _ROWS),),
         x, *_contiguous(weight, bias, cos, sin), out, rstd, B * L, L, *x.stride()[:2], eps,
-        ROWS=_ROWS, BIASED=bias is not None, ROTATED=cos is not None, STAGES=_STAGES,
-        **_tile(num_heads, head_dim),
+        ROWS=_ROWS, BIASED=bias is not None, ROTATED=cos is not None,
+        **_tile(num_heads, head_dim, x.dtype),
     )  # fmt: skip
     return out, rstd
 
@@ -184,8 +185,8 @@ def backward(
         _norm_rope_grad_kernel, (num,),
         dout, x, *_contiguous(weight, bias, cos, sin), rstd, dx, partials,
         B * L, L, *dout.stride()[:3], *x.stride()[:2],
-        ROWS=rows, BIASED=bias is not None, ROTATED=cos is not None, HELD=C <= _LONGEST_HELD, STAGES=_STAGES,
-        **_tile(num_heads, head_dim),
+        ROWS=rows, BIASED=bias is not None, ROTATED=cos is not None, HELD=C <= _LONGEST_HELD,
+        **_tile(num_heads, head_dim, x.dtype),
     )  # fmt: skip
     dweight, dbias = weight.new_empty(weight.shape), x.new_empty((0,)) if bias is None else bias.new_empty(bias.shape)
     for part, total in zip(partials, (dweight, dbias), strict=False):
@@ -201,8 +202,10 @@ def _contiguous(*tensors: Tensor | None) -> list[Tensor | None]:
     return [None if tensor is None else tensor.contiguous() for tensor in tensors]
 
 
-def _tile(num_heads: int, head_dim: int) -> dict[str, Any]:
+def _tile(num_heads: int, head_dim: int, dtype: torch.dtype) -> dict[str, Any]:
     # constants of a launch: a row, and the warps that hold it
     block_h, block_d = triton.next_power_of_2(num_heads), triton.next_power_of_2(head_dim)
     warps = min(max(block_h * block_d // (32 * _ELEMENTS), 1), 16)
-    return {"H": num_heads, "D": head_dim, "BLOCK_H": block_h, "BLOCK_D": block_d, "num_warps": warps}
+    stages = _STAGES if block_h * block_d * dtype.itemsize <= _LONGEST_PIPELINED else 1
+    sizes = {"H": num_heads, "D": head_dim, "BLOCK_H": block_h, "BLOCK_D": block_d}
+    return {**sizes, "STAGES": stages, "num_warps": warps}

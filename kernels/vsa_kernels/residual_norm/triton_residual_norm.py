@@ -22,8 +22,9 @@ from vsa_kernels.partial_sums import add_partials
 _ROWS = 4
 # elements of a row per thread: the backward has three sums and four more fp32 numbers for each in registers
 _FORWARD_ELEMENTS, _BACKWARD_ELEMENTS = 32, 16
-# stages of the backward's pipeline over rows: the next two are on their way to shared memory while one is computed
-_STAGES = 3
+# stages of the backward's pipeline over rows: the next two are on their way to shared memory while one is computed;
+# longer rows would fill the shared memory (bytes)
+_STAGES, _LONGEST_PIPELINED = 3, 8192
 # longest row whose parameters stay in registers in the backward; for longer ones they are read again in every row
 _LONGEST_HELD = 4096
 # rows of a backward program: between them, few enough that all multiprocessors are busy with small problems, so many
@@ -173,7 +174,7 @@ def backward(
     B, L, C = total.shape
     share = max(B * L // _PROGRAMS, 1)
     rows = min(max(1 << share.bit_length() - 1, _FEWEST_ROWS), _MOST_ROWS)
-    programs = triton.cdiv(L, rows)
+    programs, row = triton.cdiv(L, rows), triton.next_power_of_2(C) * total.dtype.itemsize
     gated, gate_summed, summed = gate is not None, update is not None, bias is not None
     dx, dupdate = total.new_empty(total.shape), total.new_empty(total.shape if gated else (0,))
     sums, gate_sums = (
@@ -185,7 +186,7 @@ def backward(
         L, *_strides(dtotal), *_strides(dnorm), *_strides(total), *_strides(update), _per_sample(gate),
         _per_sample(weight),
         ROWS=rows, UPDATED=dtotal is not None, GATED=gated, GATE_SUMMED=gate_summed, SUMMED=summed,
-        HELD=C <= _LONGEST_HELD, STAGES=_STAGES, **_tile(C, _BACKWARD_ELEMENTS),
+        HELD=C <= _LONGEST_HELD, STAGES=_STAGES if row <= _LONGEST_PIPELINED else 1, **_tile(C, _BACKWARD_ELEMENTS),
     )  # fmt: skip
     dgate, dweight, dbias = (total.new_empty((0,)) for _ in range(3))
     if bias is not None:
