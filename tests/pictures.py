@@ -30,8 +30,12 @@ def drawn() -> None:
 @pytest.fixture(autouse=True)
 def pictures_left_out(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Empty files in place of the pictures of runs and evaluations, unless a test asks for `drawn`."""
-    if "drawn" in request.fixturenames:
-        return
+    if "drawn" not in request.fixturenames:
+        leave_out(monkeypatch)
+
+
+def leave_out(patch: pytest.MonkeyPatch) -> None:
+    """The same for runs that several tests share."""
 
     def in_place_of(position: int) -> Any:
         def draw(*arguments: Any, **_: Any) -> Path | None:
@@ -44,4 +48,4 @@ def pictures_left_out(request: pytest.FixtureRequest, monkeypatch: pytest.Monkey
         return draw
 
     for (module, name), position in DRAWING.items():
-        monkeypatch.setattr(module, name, in_place_of(position))
+        patch.setattr(module, name, in_place_of(position))

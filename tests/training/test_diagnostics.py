@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 
 import vsa.training.train as run_module
-from tests.pictures import drawn, pictures_left_out  # noqa: F401
+from tests.pictures import drawn, leave_out, pictures_left_out  # noqa: F401
 from tests.tiny_runs import TinyTraining
 from vsa.attention.full import dense_attn
 from vsa.attention.sparsity import ConstantSparsity
@@ -162,6 +162,7 @@ def test_methods_without_gates_leave_those_numbers_out(training):
 def measured(tmp_path_factory) -> TinyTraining:
     """A run of 7 steps whose schedule may miss anything."""
     with pytest.MonkeyPatch.context() as patch:
+        leave_out(patch)
         runs = TinyTraining(tmp_path_factory.mktemp("measured"), patch)
         runs(*LOOK, *MEASURED, "sparsity.max_missed=1.0", "trainer.max_steps=7")
     return runs

@@ -29,6 +29,7 @@ import vsa.training.launch as launch_module
 import vsa.training.modules.base as module_module
 import vsa.training.train as run_module
 from tests.disks import small_files
+from tests.pictures import drawn, pictures_left_out  # noqa: F401
 from tests.training.ranks import run_ranks
 from tests.training.test_resume import SignalAt
 from tests.training.test_training import BadGradient
@@ -76,7 +77,7 @@ def table(told: list[str]) -> dict[str, str]:
 # with the last step, by an error, by a signal
 
 
-def test_the_page_of_a_run_shows_its_starts_and_real_clips(training, told, monkeypatch):
+def test_the_page_of_a_run_shows_its_starts_and_real_clips(training, told, monkeypatch, drawn):  # noqa: F811 (the fixture)
     # not the stand-in of tiny runs
     monkeypatch.setattr(ending, "write_run_page", lambda run: write_run_page(run))
     prompts = ("callbacks.samples.prompts=[red]", "callbacks.samples.steps=1")

@@ -15,6 +15,7 @@ import torch
 from PIL import Image
 
 import vsa.training.callbacks.samples as samples_module
+from tests.pictures import pictures_left_out  # noqa: F401
 from tests.tiny_runs import TinyTraining
 from tests.training.ranks import run_ranks
 from vsa.evaluation.figures import logged_metrics
@@ -95,7 +96,10 @@ def made(monkeypatch: pytest.MonkeyPatch) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def sampled(dense: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[TinyTraining, dict, CountTeacher]:
-    """A distillation that samples after both of its steps, its clips and the forwards of its teacher."""
+    """A distillation that samples after both of its steps, its clips and the forwards of its teacher.
+
+    Its pictures are drawn, those of the runs of single tests are not.
+    """
     training, counter = TinyTraining(tmp_path_factory.mktemp("sampled"), pytest.MonkeyPatch()), CountTeacher()
     with pytest.MonkeyPatch.context() as patch:
         clips = recorded(patch)
