@@ -8,11 +8,13 @@ import functools
 import gc
 import runpy
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import lightning as L
+import omegaconf.base
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
@@ -20,13 +22,14 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
 import vsa.cli
+import vsa.data.sample_store as sample_store
 import vsa.training.train as run_module
 from vsa.checkpoints.run_checkpoint import Checkpoint, resolve_checkpoint, write_checkpoint
 from vsa.config import build, model_factory
-from vsa.evaluation.figures import loss_curve
+from vsa.evaluation.figures import health_curves, loss_curve
 from vsa.reports.run_page import write_run_page
 from vsa.training import ending
-from vsa.training.modules import base
+from vsa.training.modules import base, distill
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = ROOT / "configs"
@@ -233,9 +236,10 @@ class TinyTraining:
             return trainers[-1]
 
         with self._patch.context() as patch:
-            if base.loss_curve is loss_curve:
-                # a figure costs as much as the steps of a tiny run; test_figures and runs by command draw it
-                patch.setattr(base, "loss_curve", lambda metrics, path, **_: Path(path).touch())
+            # a figure costs as much as the steps of a tiny run; test_figures and runs by command draw it
+            for module, curves in ((base, loss_curve), (distill, health_curves)):
+                if getattr(module, curves.__name__) is curves:
+                    patch.setattr(module, curves.__name__, lambda metrics, path, **_: Path(path).touch())
             if ending.write_run_page is write_run_page:
                 # tests/reports/test_run_page.py looks at pages, tests/training/test_ending.py at one of a training
                 patch.setattr(ending, "write_run_page", lambda run: run.folder / "report.html")
@@ -262,6 +266,17 @@ class TinyTraining:
         return {f"{g}/{k}": v for g in ("model", "ema", "optimizer") for k, v in checkpoint.tensors(g).items()}
 
 
+@contextmanager
+def made_once() -> Iterator[None]:
+    """Clips and parsed interpolations, which all tiny runs have in common, are made once in a process."""
+    with pytest.MonkeyPatch.context() as patch:
+        # a pure function of its arguments; a clip has 100 kB
+        patch.setattr(sample_store, "render_clip", functools.lru_cache(maxsize=256)(sample_store.render_clip))
+        # the tree of an interpolation is only read: what it refers to is looked up each time
+        patch.setattr(omegaconf.base, "parse", functools.lru_cache(maxsize=1024)(omegaconf.base.parse))
+        yield
+
+
 @pytest.fixture(scope="session", autouse=True)
 def one_thread():
     """Tiny matrices are slower on two threads, and sums keep their order on one."""
@@ -269,7 +284,8 @@ def one_thread():
     torch.set_num_threads(1)
     # what the imports left is never freed: searching it takes a tenth of the time of tiny runs
     gc.freeze()
-    yield
+    with made_once():
+        yield
     torch.set_num_threads(before)
 
 
