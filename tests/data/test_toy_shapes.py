@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from functools import cache
 
 import numpy as np
 import pytest
@@ -15,7 +16,10 @@ from vsa.data.codecs import HaarCodec
 from vsa.data.toy_shapes import FIGURES, measure_shape, shape_overlaps
 from vsa.data.toy_videos import SHAPES, clip_attributes, render_clip
 
-CLIPS = [(render_clip(5, i)[0], clip_attributes(5, i).shape) for i in range(40)]
+
+@cache
+def clips() -> list[tuple[Tensor, str | None]]:
+    return [(render_clip(5, i)[0], clip_attributes(5, i).shape) for i in range(40)]
 
 
 def corners(shape: str, radius: float) -> list[tuple[float, float]]:
@@ -73,14 +77,14 @@ def test_a_blob_is_no_shape_with_corners(shape: str) -> None:
 
 
 def test_rendered_and_rebuilt_clips_are_told_and_shuffled_captions_are_not() -> None:
-    assert share_right(CLIPS) == 1
+    assert share_right(clips()) == 1
     codec = HaarCodec()
-    rebuilt = [(codec.decode(codec.encode(video)), shape) for video, shape in CLIPS]
+    rebuilt = [(codec.decode(codec.encode(video)), shape) for video, shape in clips()]
     assert share_right(rebuilt) == 1
     # every clip with the captions of all others: a scorer that sees nothing gets no more
     measured_counts = Counter(measure_shape(video) for video, _ in rebuilt)
     true_counts = Counter(shape for _, shape in rebuilt)
-    assert sum(measured_counts[shape] * true_counts[shape] for shape in SHAPES) / len(CLIPS) ** 2 < 0.35
+    assert sum(measured_counts[shape] * true_counts[shape] for shape in SHAPES) / len(clips()) ** 2 < 0.35
 
 
 def test_what_is_none_of_the_shapes_gets_no_name() -> None:

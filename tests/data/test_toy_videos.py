@@ -28,7 +28,10 @@ from vsa.data.toy_videos import (
 )
 from vsa.data.video_files import read_video
 
-CLIPS = [render_clip(3, i) for i in range(60)]
+
+@cache
+def clips() -> list[tuple[torch.Tensor, str, ToyAttributes]]:
+    return [render_clip(3, i) for i in range(60)]
 
 
 def rate(scores: list[dict[str, bool]], name: str) -> float:
@@ -37,16 +40,16 @@ def rate(scores: list[dict[str, bool]], name: str) -> float:
 
 def test_clip_is_a_pure_function_of_seed_and_index() -> None:
     video, caption, attributes = render_clip(3, 7)
-    assert torch.equal(video, CLIPS[7][0])
-    assert caption == CLIPS[7][1] == caption_of(attributes)
+    assert torch.equal(video, clips()[7][0])
+    assert caption == clips()[7][1] == caption_of(attributes)
     assert clip_attributes(3, 7) == attributes
     assert not torch.equal(render_clip(4, 7)[0], video)
 
 
 def test_scorer_is_right_on_clips_and_on_their_reconstructions() -> None:
     codec = HaarCodec()
-    plain = [score_clip(video, caption) for video, caption, _ in CLIPS]
-    rebuilt = [score_clip(codec.decode(codec.encode(video)), caption) for video, caption, _ in CLIPS]
+    plain = [score_clip(video, caption) for video, caption, _ in clips()]
+    rebuilt = [score_clip(codec.decode(codec.encode(video)), caption) for video, caption, _ in clips()]
     for scores in (plain, rebuilt):
         assert rate(scores, "colour") >= 0.98
         assert rate(scores, "direction") >= 0.98
@@ -58,14 +61,14 @@ def test_scorer_is_near_chance_on_other_prompts(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(toy_videos, "measure_clip", cache(measure_clip))
     monkeypatch.setattr(toy_videos, "measure_shape", cache(measure_shape))
     prompts = evaluation_prompts(240)
-    scores = [score_clip(CLIPS[i % 60][0], prompt) for i, prompt in enumerate(prompts)]
+    scores = [score_clip(clips()[i % 60][0], prompt) for i, prompt in enumerate(prompts)]
     assert 0.05 < rate(scores, "colour") < 0.3
     assert 0.12 < rate(scores, "direction") < 0.4
     assert 0.12 < rate(scores, "shape") < 0.4
 
 
 def test_scorer_sees_motion_and_colour_not_the_file() -> None:
-    for video, _, attributes in CLIPS[:12]:
+    for video, _, attributes in clips()[:12]:
         opposite = {"left": "right", "right": "left", "up": "down", "down": "up"}[attributes.direction]
         assert measure_clip(video.flip(0)) == (attributes.colour, opposite)
         still = video[:1].expand_as(video)
@@ -76,7 +79,7 @@ def test_scorer_sees_motion_and_colour_not_the_file() -> None:
 
 def test_scorer_survives_noise_and_fading() -> None:
     generator = torch.Generator().manual_seed(0)
-    for video, _, attributes in CLIPS[:12]:
+    for video, _, attributes in clips()[:12]:
         noise = 12 * torch.randn(video.shape, generator=generator)
         faint_video = (0.6 * video.float() + 20 + noise).clamp(0, 255).to(torch.uint8)
         assert measure_clip(faint_video) == (attributes.colour, attributes.direction)
