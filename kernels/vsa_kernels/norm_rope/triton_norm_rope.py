@@ -25,7 +25,7 @@ _ELEMENTS = 16
 # stages of the pipeline over rows: the next two are on their way to shared memory while one is computed; longer rows
 # would fill the shared memory (bytes)
 _STAGES, _LONGEST_PIPELINED = 3, 8192
-# channels of the longest row whose parameters stay in registers in the backward; for longer ones they are read again in every row
+# longest row whose parameters stay in registers in the backward; for longer ones they are read again in every row
 _LONGEST_HELD = 4096
 # rows of a backward program: between them, few enough that all multiprocessors are busy with small problems, so many
 # that writing and adding partial gradients of the weight is a small part of the traffic
