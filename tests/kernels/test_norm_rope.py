@@ -160,14 +160,6 @@ def test_triton_adds_the_sums_of_several_programs(kind, triton_device, monkeypat
     assert_defined((2, 37, 2, 6), "triton", triton_device, kind=kind)
 
 
-@pytest.mark.parametrize("kind", KINDS[:2])
-def test_triton_reads_the_parameters_of_long_rows_again(kind, triton_device, monkeypatch):
-    from vsa_kernels.norm_rope import triton_norm_rope
-
-    monkeypatch.setattr(triton_norm_rope, "_LONGEST_HELD", 4)
-    assert_defined((2, 3, 2, 6), "triton", triton_device, kind=kind)
-
-
 def test_triton_rounds_once(triton_device):
     if triton_device.type == "cpu":
         pytest.skip("the interpreter is wrong in half precision")

@@ -20,13 +20,12 @@ from vsa_kernels.partial_sums import add_partials
 
 # rows of a forward program, enough to reuse the weights
 _ROWS = 8
-# elements of a row per thread: the backward has up to six fp32 numbers for each in registers
-_ELEMENTS = 16
-# stages of the pipeline over rows: the next two are on their way to shared memory while one is computed; longer rows
-# would fill the shared memory (bytes)
-_STAGES, _LONGEST_PIPELINED = 3, 8192
-# longest row whose parameters stay in registers in the backward; for longer ones they are read again in every row
-_LONGEST_HELD = 4096
+# elements of a row per thread, of rows up to 4,096 channels and of longer ones: the backward has up to six fp32 numbers
+# for each in registers
+_ELEMENTS, _LONG_ELEMENTS = 16, 32
+# stages of the pipeline over rows: the next two are on their way to shared memory while one is computed; rows of more
+# bytes would fill it
+_STAGES, _LONGEST_PIPELINED = 3, 16384
 # rows of a backward program: between them, few enough that all multiprocessors are busy with small problems, so many
 # that writing and adding partial gradients of the weight is a small part of the traffic
 _FEWEST_ROWS, _MOST_ROWS, _PROGRAMS = 16, 64, 1024
@@ -75,7 +74,7 @@ def _norm_rope_kernel(
 def _norm_rope_grad_kernel(
     dout, x, weight, bias, cos, sin, rstd, dx, partials, R, L, do_b, do_l, do_h, stride_b, stride_l,
     H: tl.constexpr, D: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
-    BIASED: tl.constexpr, ROTATED: tl.constexpr, HELD: tl.constexpr, STAGES: tl.constexpr,
+    BIASED: tl.constexpr, ROTATED: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     o_h, o_d, o_p = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_D // 2)
     o_c = o_h[:, None] * D + o_d[None, :]
@@ -86,10 +85,9 @@ def _norm_rope_grad_kernel(
     dw_odd = tl.zeros((BLOCK_H, BLOCK_D // 2), tl.float32)
     db_even = tl.zeros((BLOCK_H, BLOCK_D // 2), tl.float32)
     db_odd = tl.zeros((BLOCK_H, BLOCK_D // 2), tl.float32)
-    if HELD:
-        b_weight = tl.load(weight + o_c, mask=m_c, other=0.0)
-        if BIASED:
-            b_bias = tl.load(bias + o_c, mask=m_c, other=0.0)
+    b_weight = tl.load(weight + o_c, mask=m_c, other=0.0)
+    if BIASED:
+        b_bias = tl.load(bias + o_c, mask=m_c, other=0.0)
     first = tl.program_id(0) * ROWS
     for i in tl.range(0, tl.minimum(ROWS, R - first), num_stages=STAGES):
         i_r = first + i
@@ -98,10 +96,6 @@ def _norm_rope_grad_kernel(
         b_do = tl.load(dout + i_b * do_b + i_l * do_l + o_do, mask=m_c, other=0.0)
         b_rstd = tl.load(rstd + i_r)
         n_even, n_odd = _pairs(b_x, BLOCK_H, BLOCK_D)
-        if not HELD:
-            b_weight = tl.load(weight + o_c, mask=m_c, other=0.0)
-            if BIASED:
-                b_bias = tl.load(bias + o_c, mask=m_c, other=0.0)
         if BIASED:
             even, odd = _pairs(b_bias, BLOCK_H, BLOCK_D)
             n_even, n_odd = n_even + even, n_odd + odd
@@ -185,7 +179,7 @@ def backward(
         _norm_rope_grad_kernel, (num,),
         dout, x, *_contiguous(weight, bias, cos, sin), rstd, dx, partials,
         B * L, L, *dout.stride()[:3], *x.stride()[:2],
-        ROWS=rows, BIASED=bias is not None, ROTATED=cos is not None, HELD=C <= _LONGEST_HELD,
+        ROWS=rows, BIASED=bias is not None, ROTATED=cos is not None,
         **_tile(num_heads, head_dim, x.dtype),
     )  # fmt: skip
     dweight, dbias = weight.new_empty(weight.shape), x.new_empty((0,)) if bias is None else bias.new_empty(bias.shape)
@@ -205,7 +199,9 @@ def _contiguous(*tensors: Tensor | None) -> list[Tensor | None]:
 def _tile(num_heads: int, head_dim: int, dtype: torch.dtype) -> dict[str, Any]:
     # constants of a launch: a row, and the warps that hold it
     block_h, block_d = triton.next_power_of_2(num_heads), triton.next_power_of_2(head_dim)
-    warps = min(max(block_h * block_d // (32 * _ELEMENTS), 1), 16)
-    stages = _STAGES if block_h * block_d * dtype.itemsize <= _LONGEST_PIPELINED else 1
+    row = block_h * block_d
+    elements = _ELEMENTS if row <= 4096 else _LONG_ELEMENTS
+    warps = min(max(row // (32 * elements), 1), 16)
+    stages = _STAGES if row * dtype.itemsize <= _LONGEST_PIPELINED else 1
     sizes = {"H": num_heads, "D": head_dim, "BLOCK_H": block_h, "BLOCK_D": block_d}
     return {**sizes, "STAGES": stages, "num_warps": warps}
