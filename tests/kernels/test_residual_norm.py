@@ -121,14 +121,6 @@ def test_triton_adds_the_sums_of_several_programs(kind, triton_device, monkeypat
     assert_defined((2, 37, 12), kind, "triton", triton_device)
 
 
-@pytest.mark.parametrize("kind", ["modulated, update", "affine, gated update"])
-def test_triton_reads_the_parameters_of_long_rows_again(kind, triton_device, monkeypatch):
-    from vsa_kernels.residual_norm import triton_residual_norm
-
-    monkeypatch.setattr(triton_residual_norm, "_LONGEST_HELD", 4)
-    assert_defined((2, 3, 12), kind, "triton", triton_device)
-
-
 def test_triton_keeps_a_bad_token_to_itself(triton_device):
     p = problem((2, 5, 6), "modulated, gated update", triton_device)
     p["update"].data[1, 2, 3] = torch.nan

@@ -15,18 +15,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vsa_kernels.launch import launch
+from vsa_kernels.launch import capability, launch
 from vsa_kernels.partial_sums import add_partials
 
 # rows of a forward program, enough to reuse the parameters
 _ROWS = 4
-# elements of a row per thread: the backward has three sums and four more fp32 numbers for each in registers
-_FORWARD_ELEMENTS, _BACKWARD_ELEMENTS = 32, 16
-# stages of the backward's pipeline over rows: the next two are on their way to shared memory while one is computed;
-# longer rows would fill the shared memory (bytes)
-_STAGES, _LONGEST_PIPELINED = 3, 8192
-# longest row whose parameters stay in registers in the backward; for longer ones they are read again in every row
-_LONGEST_HELD = 4096
+# elements of a row per thread, in the backward of rows up to 4,096 channels and of longer ones: it has three sums and
+# four more fp32 numbers for each in registers
+_FORWARD_ELEMENTS, _BACKWARD_ELEMENTS, _LONG_ELEMENTS = 32, 16, 32
+# stages of the backward's pipeline over rows: the next two are on their way to shared memory while one is computed
+_STAGES = 3
 # rows of a backward program: between them, few enough that all multiprocessors are busy with small problems, so many
 # that writing and adding partial sums is a small part of the traffic
 _FEWEST_ROWS, _MOST_ROWS, _PROGRAMS = 16, 64, 512
@@ -70,19 +68,15 @@ def _residual_norm_grad_kernel(
     dtotal, dnorm, total, update, gate, weight, mean, rstd, dx, dupdate, gate_sums, sums,
     L, dt_b, dt_l, dn_b, dn_l, t_b, t_l, u_b, u_l, gate_b, weight_b,
     C: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, UPDATED: tl.constexpr, GATED: tl.constexpr,
-    GATE_SUMMED: tl.constexpr, SUMMED: tl.constexpr, HELD: tl.constexpr, STAGES: tl.constexpr,
+    GATE_SUMMED: tl.constexpr, SUMMED: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     programs = tl.cdiv(L, ROWS)
     i_b, first = (tl.program_id(0) // programs).to(tl.int64), tl.program_id(0) % programs * ROWS
     o_c = tl.arange(0, BLOCK)
     m_c = o_c < C
-    p_weight, p_gate = weight + i_b * weight_b + o_c, gate
+    b_weight = tl.load(weight + i_b * weight_b + o_c, mask=m_c, other=0.0).to(tl.float32)
     if GATED:
-        p_gate += i_b * gate_b + o_c
-    if HELD:
-        b_weight = tl.load(p_weight, mask=m_c, other=0.0).to(tl.float32)
-        if GATED:
-            b_gate = tl.load(p_gate, mask=m_c, other=0.0).to(tl.float32)
+        b_gate = tl.load(gate + i_b * gate_b + o_c, mask=m_c, other=0.0).to(tl.float32)
     b_dgate = tl.zeros((BLOCK,), tl.float32)
     b_dweight = tl.zeros((BLOCK,), tl.float32)
     b_dbias = tl.zeros((BLOCK,), tl.float32)
@@ -100,8 +94,6 @@ def _residual_norm_grad_kernel(
         if SUMMED:
             b_dweight += b_dn * b_x
             b_dbias += b_dn
-        if not HELD:
-            b_weight = tl.load(p_weight, mask=m_c, other=0.0).to(tl.float32)
         b_dn *= b_weight
         b_dx = (b_dn - tl.sum(b_dn, 0) / C - b_x * (tl.sum(b_dn * b_x, 0) / C)) * b_rstd
         if UPDATED:
@@ -110,8 +102,6 @@ def _residual_norm_grad_kernel(
         if GATE_SUMMED:
             b_dgate += b_dx * b_update
         if GATED:
-            if not HELD:
-                b_gate = tl.load(p_gate, mask=m_c, other=0.0).to(tl.float32)
             tl.store(dupdate + row * C + o_c, (b_dx * b_gate).to(dupdate.dtype.element_ty), mask=m_c)
     # [2, B * N, C]: of weight and of bias
     o_sum = tl.program_id(0).to(tl.int64) * C + o_c
@@ -174,7 +164,7 @@ def backward(
     B, L, C = total.shape
     share = max(B * L // _PROGRAMS, 1)
     rows = min(max(1 << share.bit_length() - 1, _FEWEST_ROWS), _MOST_ROWS)
-    programs, row = triton.cdiv(L, rows), triton.next_power_of_2(C) * total.dtype.itemsize
+    programs = triton.cdiv(L, rows)
     gated, gate_summed, summed = gate is not None, update is not None, bias is not None
     dx, dupdate = total.new_empty(total.shape), total.new_empty(total.shape if gated else (0,))
     sums, gate_sums = (
@@ -186,7 +176,8 @@ def backward(
         L, *_strides(dtotal), *_strides(dnorm), *_strides(total), *_strides(update), _per_sample(gate),
         _per_sample(weight),
         ROWS=rows, UPDATED=dtotal is not None, GATED=gated, GATE_SUMMED=gate_summed, SUMMED=summed,
-        HELD=C <= _LONGEST_HELD, STAGES=_STAGES if row <= _LONGEST_PIPELINED else 1, **_tile(C, _BACKWARD_ELEMENTS),
+        STAGES=_stages(total, 2 + (dtotal is not None) + gate_summed),
+        **_tile(C, _BACKWARD_ELEMENTS if C <= 4096 else _LONG_ELEMENTS),
     )  # fmt: skip
     dgate, dweight, dbias = (total.new_empty((0,)) for _ in range(3))
     if bias is not None:
@@ -210,6 +201,13 @@ def _strides(x: Tensor | None) -> tuple[int, int]:
 
 def _per_sample(parameter: Tensor | None) -> int:
     return parameter.stride(0) if parameter is not None and parameter.ndim == 3 else 0
+
+
+def _stages(x: Tensor, tensors: int) -> int:
+    # stages of a pipeline over rows of several tensors like x, as far as a program's shared memory holds them
+    limit = (160 if capability(x.device) in ((8, 0), (9, 0), (10, 0)) else 96) << 10
+    row = triton.next_power_of_2(x.shape[-1]) * x.dtype.itemsize
+    return _STAGES if (_STAGES - 1) * tensors * row <= limit else 1
 
 
 def _tile(channels: int, elements: int) -> dict[str, Any]:
