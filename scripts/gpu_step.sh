@@ -2,7 +2,7 @@
 # What a training step, a distillation and a generation take on a GPU; benches compare with a slower definition first.
 # Usage, in the repository root, with the packages of `pip install -e .`:  scripts/gpu_step.sh [--dry-run] [PART...]
 #   PART  tests norm layer step distill denoise profile start start_wan pair ranks; default all. Seconds of an H200, by estimate:
-#         75   30   80    170  200     210     130     130   210       250  500
+#         200  30   80    170  200     210     130     130   210       250  500
 #   --dry-run  says what would run
 #   OUT   folder of PART.json, PART.txt and profiles; default outputs/gpu_step
 # `start` trains the 120M model twice, with an empty, then a warm cache; `start_wan` finetunes Wan-1.3B so from a safetensors
@@ -58,7 +58,7 @@ micro=(experiment=pretrain_120m "data.root=$OUT/latents-120m" data.batch_size=8 
 
 for part in "${parts[@]}"; do
   case $part in
-    tests) run tests 150 "$python" -m pytest -q -p no:cacheprovider -m "not slow" tests/kernels/test_residual_norm.py \
+    tests) run tests 300 "$python" -m pytest -q -p no:cacheprovider -m "not slow" tests/kernels/test_residual_norm.py \
       tests/kernels/test_norm_rope.py tests/kernels/test_linear_gelu.py tests/models/test_compiled.py ;;
     norm) bench residual_norm 90 ;;
     layer) bench layer 150 --shapes wan1.3b-480p --modes compiled ;;
