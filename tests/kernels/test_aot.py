@@ -123,6 +123,7 @@ def test_every_head_dim_dtype_and_block_shape_passes_the_gates(arch, plan):
     check(records)
 
 
+@pytest.mark.slow
 def test_pipelined_rows_fit_the_shared_memory_of_consumer_chips():
     """A program of theirs has 99 KiB, where an H100 keeps twice as much of the longest rows in flight."""
     most = {}
