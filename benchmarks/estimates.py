@@ -12,6 +12,7 @@ from typing import Any
 from vsa.attention.full import FullAttention
 from vsa.attention.video_sparse import VideoSparseAttention
 from vsa.models.init import without_memory
+from vsa.models.recompute import Level
 from vsa.models.video_dit import VideoDiT
 from vsa.training.estimate.gpus import GIB, known_gpu
 from vsa.training.estimate.job import FORWARD, TRAINING, Job, PlannedNetwork
@@ -131,11 +132,13 @@ def _pretraining() -> Iterator[Comparison]:
 
 
 def _distillation() -> Iterator[Comparison]:
-    for file, mode, sharded in (
-        ("h200-2026-11-21-distill-eager", "eager", True),
-        ("h200-2026-11-21-distill-compiled", "compiled", True),
-        ("h200-2026-11-25-distill", "compiled", False),
-    ):
+    measured: list[tuple[str, str, bool, Level]] = [
+        ("h200-2026-11-21-distill-eager", "eager", True, "full"),
+        ("h200-2026-11-21-distill-compiled", "compiled", True, "full"),
+        ("h200-2026-11-25-distill", "compiled", False, "full"),
+        ("h200-2026-11-25-distill-none", "compiled", False, "none"),
+    ]
+    for file, mode, sharded, level in measured:
         rows = _read(file)["rows"]
         for name in ("dense", "triton"):
             (mean,) = (r for r in rows if r["op"].startswith(f"{name}: mean iteration"))
@@ -148,11 +151,11 @@ def _distillation() -> Iterator[Comparison]:
             ]
             yield Comparison(
                 what=f"distillation, Wan-1.3B, {'K=73' if name == 'triton' else 'dense'} generator, {mode}"
-                f"{'' if sharded else ', no FSDP2'}",
+                f"{'' if sharded else ', no FSDP2'}{'' if level == 'full' else ', level none'}",
                 file=file,
                 calibrates=False,
                 job=Job(
-                    networks=networks, latent_shape=(16, 16, 56, 104), text=512, topk=73, batch=1, level="full",
+                    networks=networks, latent_shape=(16, 16, 56, 104), text=512, topk=73, batch=1, level=level,
                     compiled=mode == "compiled", keeps_gradients=False, sharded=sharded,
                     fused=not sharded,
                 ),
@@ -183,7 +186,7 @@ def _ablation() -> Iterator[Comparison]:
 
 def _one_gpu() -> Iterator[Comparison]:
     """Compiled steps on one GPU without FSDP2, at level `none`: two of the bench, two of training runs."""
-    file = "h200-2026-11-24-step-wan-1-3b-residual-norm"
+    file = "h200-2026-11-25-step-wan-1-3b"
     alone: dict[str, Any] = {"compiled": True, "sharded": False}
     wan: dict[str, Any] = {"latent_shape": (16, 16, 56, 104), "text": 512, "topk": 32, "batch": 1} | alone
     for row in _read(file)["rows"]:

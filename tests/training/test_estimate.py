@@ -331,7 +331,7 @@ def test_estimates_are_near_measurements(part, rows):
         assert wrong > 0.05
         return
     errors = [row.time_error for row in rows if "Wan-1.3B" in row.what]
-    assert len(errors) == 13
+    assert len(errors) == 15
     assert max(map(abs, errors)) < 0.15
     full = next(row for row in rows if row.what.startswith("Wan-1.3B"))
     assert abs(replace(full, job=replace(full.job, level="none")).time_error) > 0.15
