@@ -17,8 +17,10 @@ from torch import Tensor
 from vsa_kernels.launch import launch
 from vsa_kernels.partial_sums import add_partials
 
-# a warp has a row of a tile in 16-byte accesses of half precision
-_COLUMNS, _TILE_ROWS, _WARPS = 256, 16, 8
+# half a warp has a row of a tile in 16-byte accesses of half precision
+_COLUMNS, _TILE_ROWS, _WARPS = 128, 16, 4
+# stages of the pipeline over tiles: the next two are on their way to shared memory while one is computed
+_STAGES = 3
 # rows of a program: few enough that all multiprocessors are busy with small problems, so many that writing and adding
 # partial sums is a small part of the traffic
 _FEWEST_ROWS, _MOST_ROWS, _PROGRAMS = 16, 128, 1024
@@ -35,7 +37,8 @@ def _logistic(u):
 
 @triton.jit(do_not_specialize=["R"])
 def _bias_gelu_kernel(
-    x, bias, out, R, F: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, COLUMNS: tl.constexpr
+    x, bias, out, R, F: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, COLUMNS: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     # neighbouring programs read whole rows together
     i_c, i_p = tl.program_id(0) % tl.cdiv(F, COLUMNS), tl.program_id(0) // tl.cdiv(F, COLUMNS)
@@ -43,7 +46,7 @@ def _bias_gelu_kernel(
     m_f = o_f < F
     b_bias = tl.load(bias + o_f, mask=m_f, other=0.0).to(tl.float32)[None, :]
     first = i_p * ROWS
-    for i in range(first, tl.minimum(first + ROWS, R), TILE):
+    for i in tl.range(first, tl.minimum(first + ROWS, R), TILE, num_stages=STAGES):
         o_r = i + tl.arange(0, TILE)
         o_x = o_r.to(tl.int64)[:, None] * F + o_f[None, :]
         m = (o_r < R)[:, None] & m_f[None, :]
@@ -55,7 +58,7 @@ def _bias_gelu_kernel(
 @triton.jit(do_not_specialize=["R"])
 def _bias_gelu_grad_kernel(
     dout, x, bias, dx, partials, R,
-    F: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, COLUMNS: tl.constexpr,
+    F: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     # neighbouring programs read whole rows together
     i_c, i_p = tl.program_id(0) % tl.cdiv(F, COLUMNS), tl.program_id(0) // tl.cdiv(F, COLUMNS)
@@ -64,7 +67,7 @@ def _bias_gelu_grad_kernel(
     b_bias = tl.load(bias + o_f, mask=m_f, other=0.0).to(tl.float32)[None, :]
     b_sum = tl.zeros((TILE, COLUMNS), tl.float32)
     first = i_p * ROWS
-    for i in range(first, tl.minimum(first + ROWS, R), TILE):
+    for i in tl.range(first, tl.minimum(first + ROWS, R), TILE, num_stages=STAGES):
         o_r = i + tl.arange(0, TILE)
         o_x = o_r.to(tl.int64)[:, None] * F + o_f[None, :]
         m = (o_r < R)[:, None] & m_f[None, :]
@@ -117,7 +120,8 @@ def _programs(x: Tensor) -> tuple[int, dict[str, int]]:
     rows = x.numel() // width
     share = max(rows * triton.cdiv(width, _COLUMNS) // _PROGRAMS, 1)
     each = min(max(1 << share.bit_length() - 1, _FEWEST_ROWS), _MOST_ROWS)
-    constants = {"F": width, "ROWS": each, "TILE": _TILE_ROWS, "COLUMNS": _COLUMNS, "num_warps": _WARPS}
+    constants = {"F": width, "ROWS": each, "TILE": _TILE_ROWS, "COLUMNS": _COLUMNS}
+    constants |= {"STAGES": _STAGES, "num_warps": _WARPS}
     return triton.cdiv(rows, each), constants
 
 
