@@ -12,7 +12,7 @@ from vsa_kernels.gathered import TileGroups, gathered_attn, group_tiles, longest
 from vsa_kernels.linear_gelu import linear_gelu
 from vsa_kernels.norm_rope import norm_rope
 from vsa_kernels.pooling import block_mean_and_similarity, block_mean_pool
-from vsa_kernels.residual_norm import residual_norm
+from vsa_kernels.residual_norm import gated_residual, residual_norm
 from vsa_kernels.selection import mean_scores, select_share, select_topk
 from vsa_kernels.skipping import skipping_attn
 
@@ -25,6 +25,7 @@ __all__ = [
     "block_mean_pool",
     "block_sparse_attn",
     "coarse_fine_attn",
+    "gated_residual",
     "gathered_attn",
     "group_tiles",
     "linear_gelu",

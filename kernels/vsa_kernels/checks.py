@@ -64,6 +64,21 @@ def has_sizes(x: Tensor, sizes: list[int]) -> bool:
     return x.ndim == len(sizes) and all(actual == size for actual, size in zip(x.shape, sizes, strict=True))
 
 
+def check_projection(projection: tuple[Tensor, Tensor], name: str, x: Tensor, outputs: int | None = None) -> None:
+    """Check weight and bias of a linear layer with the input x, and its width if `outputs` is given."""
+    matrix, bias = projection
+    width = x.shape[-1]
+    fits = matrix.ndim == 2 and matrix.shape[1] == width and matrix.shape[0] > 0 and matrix.is_floating_point()
+    if not fits or outputs not in (None, matrix.shape[0]):
+        expected = f"a float [{outputs or 'channels'}, {width}] like {name}"
+        raise ValueError(f"the weight of projection must be {expected}, got {matrix.dtype} {list(matrix.shape)}")
+    if not has_sizes(bias, [matrix.shape[0]]) or not bias.is_floating_point():
+        expected = f"a float {[matrix.shape[0]]} like its weight"
+        raise ValueError(f"the bias of projection must be {expected}, got {bias.dtype} {list(bias.shape)}")
+    for part, tensor in (("weight", matrix), ("bias", bias)):
+        check_device(f"the {part} of projection", tensor, name, x)
+
+
 def check_device(name: str, x: Tensor | None, like: str, other: Tensor) -> None:
     """Check that x, unless it is None, is on the device of the other tensor; both names are for the message."""
     if x is not None and x.device != other.device:

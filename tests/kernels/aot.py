@@ -299,18 +299,31 @@ def linear_gelu(p: Problem) -> None:
 
 
 def residual_norm(p: Problem) -> None:
-    """The three norms of a block at an odd width and at the widths of models, forward and backward."""
-    from vsa_kernels.residual_norm import triton_residual_norm
+    """The norms and residual connections of a block at an odd width and at the widths of models, forward and
+    backward."""
+    from vsa_kernels.residual_norm import triton_gated_residual, triton_residual_norm
+    from vsa_kernels.residual_norm.api import MOST_GATED_CHANNELS
 
     for width in (999, 768, 1536, 5120):
         x, rows = (torch.empty(p.batch, size, width, dtype=DTYPES[p.dtype]) for size in (999, 1))
-        for update, gate, weight in ((None, None, rows), (x, rows, rows[0, 0]), (x, None, rows)):
-            total, norm, mean, rstd = triton_residual_norm.forward(x, update, gate, weight, weight, 1e-6)
+        offset = rows[0, 0]
+        for update, update_bias, gate, weight in (
+            (None, None, None, rows),
+            (x, offset if width <= MOST_GATED_CHANNELS else None, rows, offset),
+            (x, offset, None, rows),
+            (x, None, rows, offset),
+        ):
+            inputs = (update, update_bias, gate, weight, weight)
+            total, norm, mean, rstd = triton_residual_norm.forward(x, *inputs, 1e-6)
             dtotal, factor = (None, x) if update is None else (x, total)
-            gated_update = None if gate is None else update
-            triton_residual_norm.backward(dtotal, norm, factor, gated_update, gate, weight, weight, mean, rstd)
+            saved_tensors = (None if gate is None else update, update_bias, gate, weight)
+            triton_residual_norm.backward(dtotal, norm, factor, *saved_tensors, weight, mean, rstd)
             # frozen parameters
-            triton_residual_norm.backward(dtotal, norm, factor, None, gate, weight, None, mean, rstd)
+            triton_residual_norm.backward(dtotal, norm, factor, None, None, gate, weight, None, mean, rstd)
+        for update_bias in (offset, None):
+            out = triton_gated_residual.forward(x, x, update_bias, rows)
+            for update in (x, None):
+                triton_gated_residual.backward(out, update, update_bias, rows)
 
 
 def selection(p: Problem) -> None:

@@ -18,8 +18,11 @@ from vsa.models.recompute import computed_again_without_attention
 
 # B, L, C: odd sizes, two channels, several programs a sample, more channels than a warp holds
 SHAPES = [(2, 5, 6), (1, 3, 2), (3, 37, 10), (2, 1, 300)]
-# what the three norms of a block have
-KINDS = ("modulated", "modulated, update", "affine, gated update", "modulated, gated update", "affine")
+# what the three norms of a block have, and others
+KINDS = (
+    "modulated", "modulated, update", "affine, gated update", "modulated, gated update", "affine",
+    "modulated, projected update", "affine, gated projected update",
+)  # fmt: skip
 EPS = 1e-3
 
 
@@ -32,28 +35,51 @@ def problem(shape: tuple[int, int, int], kind: str, device: torch.device, dtype=
         return (0.5 + torch.randn(size, generator=g)).to(device, dtype)
 
     row = (C,) if "affine" in kind else (B, 1, C)
+    projected, width = "projected" in kind, 3
     tensors = {
         "x": normal(B, L, C),
-        "update": normal(B, L, C) if "update" in kind else None,
+        "update": normal(B, L, width if projected else C) if "update" in kind else None,
         "gate": normal(B, 1, C, dtype=torch.float32) if "gated" in kind else None,
         "weight": normal(*row, dtype=torch.float32),
         "bias": normal(*row, dtype=torch.float32),
     }
+    if projected:
+        tensors |= {"matrix": normal(C, width), "offset": normal(C)}
     leaves = {name: None if x is None else x.requires_grad_() for name, x in tensors.items()}
     return leaves | {"dtotal": normal(B, L, C), "dnorm": normal(B, L, C)}
 
 
+def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """fp64 with the values of another dtype, and the gradient of the identity."""
+    return x + (x.to(dtype).double() - x).detach()
+
+
 def define(
-    x: Tensor, update: Tensor | None, gate: Tensor | None, weight: Tensor, bias: Tensor, *, bessel: int = 0
+    x: Tensor,
+    update: Tensor | None,
+    gate: Tensor | None,
+    weight: Tensor,
+    bias: Tensor,
+    matrix: Tensor | None = None,
+    offset: Tensor | None = None,
+    *,
+    bessel: int = 0,
 ) -> tuple[Tensor, Tensor]:
     total = x.double()
     if update is not None:
+        change = update.double()
+        if matrix is not None and offset is not None:
+            change = rounded(change @ matrix.double().T, x.dtype) + offset.double()
         # the norm and the gradients are those of the sum that is returned, which is rounded
-        exact = total + update.double() * (1 if gate is None else gate.double())
-        total = exact + (exact.to(x.dtype).double() - exact).detach()
+        total = rounded(total + change * (1 if gate is None else gate.double()), x.dtype)
     deviation = total - total.mean(-1, keepdim=True)
     variance = deviation.square().sum(-1, keepdim=True) / (x.shape[-1] - bessel)
     return total, deviation / (variance + EPS).sqrt() * weight.double() + bias.double()
+
+
+def ours(x: Tensor, *, matrix: Tensor | None = None, offset: Tensor | None = None, **inputs: Any) -> Any:
+    projection = None if matrix is None or offset is None else (matrix, offset)
+    return residual_norm(x, **inputs, eps=EPS, projection=projection)
 
 
 def results(function: Any, dtotal: Tensor, dnorm: Tensor, **inputs: Any) -> dict[str, Tensor]:
@@ -68,7 +94,7 @@ def results(function: Any, dtotal: Tensor, dnorm: Tensor, **inputs: Any) -> dict
 def assert_defined(shape: tuple[int, int, int], kind: str, backend: str, device: torch.device) -> None:
     for dtype in dtypes(device, backend == "triton"):
         p = problem(shape, kind, device, dtype)
-        call = partial(residual_norm, eps=EPS, backend=backend)
+        call = partial(ours, backend=backend)
         expected, actual = results(define, **p), results(call, **p)
         assert all(x.is_contiguous() for x in actual.values())
         dtypes_of = {name: torch.float32 if name in ("dgate", "dweight", "dbias") else dtype for name in actual}
@@ -98,7 +124,7 @@ def test_triton_at_the_sizes_of_models(size, kind, triton_device):
     if triton_device.type == "cpu":
         pytest.skip("takes minutes in the interpreter")
     p = problem(size, kind, triton_device, torch.bfloat16)
-    call = partial(residual_norm, eps=EPS, backend="triton")
+    call = partial(ours, backend="triton")
     actual, again = (results(call, **p) for _ in range(2))
     assert all(torch.equal(actual[name], again[name]) for name in actual)
     expected = results(define, **p)
@@ -109,7 +135,7 @@ def test_triton_at_the_sizes_of_models(size, kind, triton_device):
             assert (actual[name].double() - expected[name]).norm() < 1e-4 * expected[name].norm(), name
 
 
-@pytest.mark.parametrize("kind", ["modulated, gated update", "affine, gated update"])
+@pytest.mark.parametrize("kind", ["modulated, gated update", "affine, gated projected update"])
 def test_triton_adds_the_sums_of_several_programs(kind, triton_device, monkeypatch):
     from vsa_kernels import partial_sums
     from vsa_kernels.residual_norm import triton_residual_norm
@@ -124,7 +150,7 @@ def test_triton_adds_the_sums_of_several_programs(kind, triton_device, monkeypat
 def test_triton_keeps_a_bad_token_to_itself(triton_device):
     p = problem((2, 5, 6), "modulated, gated update", triton_device)
     p["update"].data[1, 2, 3] = torch.nan
-    actual = results(partial(residual_norm, eps=EPS, backend="triton"), **p)
+    actual = results(partial(ours, backend="triton"), **p)
     bad = [[False] * 5, [False, False, True, False, False]]
     for name in ("total", "norm", "dx", "dupdate"):
         assert actual[name].isnan().any(-1).tolist() == bad, name
@@ -133,7 +159,7 @@ def test_triton_keeps_a_bad_token_to_itself(triton_device):
 
 def test_triton_takes_any_strides(triton_device):
     p = problem((3, 4, 6), "modulated, gated update", triton_device)
-    call = partial(residual_norm, eps=EPS, backend="triton")
+    call = partial(ours, backend="triton")
     expected = results(call, **p)
     views = {name: x.detach().movedim(-1, 0).contiguous().movedim(0, -1) for name, x in p.items()}
     upstream = {name: views.pop(name) for name in ("dtotal", "dnorm")}
@@ -163,7 +189,7 @@ KEPT: dict[str, set[str]] = {
 def test_triton_neither_sums_nor_keeps_for_frozen_tensors(kind, frozen, triton_device):
     p = problem((3, 5, 6), kind, triton_device)
     upstream = tuple(p.pop(name) for name in ("dtotal", "dnorm"))
-    call = partial(residual_norm, eps=EPS, backend="triton")
+    call = partial(ours, backend="triton")
     everything = dict(zip(p, torch.autograd.grad(call(**p), list(p.values()), upstream), strict=True))
     some = {name: x.detach().requires_grad_(name not in frozen.split()) for name, x in p.items()}
     saved_tensors: list[Tensor] = []
@@ -182,6 +208,27 @@ def test_triton_neither_sums_nor_keeps_for_frozen_tensors(kind, frozen, triton_d
     assert {name for name, x in (some | {"total": outputs[0]}).items() if x.data_ptr() in places} == KEPT[frozen]
 
 
+@pytest.mark.parametrize(("frozen", "kept"), [("offset", True), ("gate", True), ("gate offset", False)])
+def test_triton_keeps_the_bias_of_the_projection_for_itself_and_the_gate(frozen, kept, triton_device):
+    p = problem((3, 5, 6), "affine, gated projected update", triton_device)
+    upstream = tuple(p.pop(name) for name in ("dtotal", "dnorm"))
+    call = partial(ours, backend="triton")
+    everything = dict(zip(p, torch.autograd.grad(call(**p), list(p.values()), upstream), strict=True))
+    some = {name: x.detach().requires_grad_(name not in frozen.split()) for name, x in p.items()}
+    places: set[int] = set()
+
+    def pack(x: Tensor) -> Tensor:
+        places.add(x.data_ptr())
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        outputs = call(**some)
+    names = [name for name in p if name not in frozen.split()]
+    grads = torch.autograd.grad(outputs, [some[name] for name in names], upstream)
+    assert all(torch.equal(grad, everything[name]) for name, grad in zip(names, grads, strict=True))
+    assert (some["offset"].data_ptr() in places) == kept
+
+
 @pytest.mark.parametrize("used", ["total", "norm"])
 @pytest.mark.parametrize("kind", [KINDS[3], further(KINDS[4])])
 def test_triton_takes_a_gradient_of_one_output(kind, used, triton_device):
@@ -190,7 +237,7 @@ def test_triton_takes_a_gradient_of_one_output(kind, used, triton_device):
     p["dnorm" if used == "total" else "dtotal"].zero_()
     expected = results(define, **p)
     upstream = {name: p.pop(name) for name in ("dtotal", "dnorm")}
-    output = residual_norm(**p, eps=EPS, backend="triton")[used == "norm"]
+    output = ours(**p, backend="triton")[used == "norm"]
     leaves = [x for x in p.values() if x is not None]
     grads = torch.autograd.grad(output, leaves, upstream[f"d{used}"], allow_unused=True)
     names = [name for name, x in p.items() if x is not None]
@@ -209,7 +256,7 @@ def test_parameters_of_each_token_are_computed_by_the_reference(device):
     p = problem((2, 5, 6), "modulated, gated update", device)
     for name in ("gate", "weight", "bias"):
         p[name] = p[name].detach().repeat(1, 5, 1).requires_grad_()
-    assert_close(results(partial(residual_norm, eps=EPS), **p), results(define, **p), torch.float32)
+    assert_close(results(ours, **p), results(define, **p), torch.float32)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -219,29 +266,30 @@ def test_reference_is_that_of_plain_blocks_bit_for_bit(dtype, kind):
     p = problem((2, 9, 16), kind, torch.device("cpu"), dtype)
 
     def plain(
-        x: Tensor, update: Tensor | None, gate: Tensor | None, weight: Tensor, bias: Tensor
+        x: Tensor, update: Tensor | None, gate: Tensor | None, weight: Tensor, bias: Tensor, **projection: Tensor
     ) -> tuple[Tensor, Tensor]:
         wide = torch.promote_types(dtype, torch.float32)
+        if projection:
+            assert update is not None
+            update = F.linear(update, projection["matrix"], projection["offset"])
         if update is not None:
             x = (x + update * (1 if gate is None else gate)).type_as(x)
         if "affine" in kind:
             return x, F.layer_norm(x.to(wide), (16,), weight.to(wide), bias.to(wide), EPS).type_as(x)
         return x, (F.layer_norm(x.to(wide), (16,), eps=EPS) * weight + bias).type_as(x)
 
-    actual, expected = results(partial(residual_norm, eps=EPS), **p), results(plain, **p)
+    actual, expected = results(ours, **p), results(plain, **p)
     assert all(torch.equal(actual[name], expected[name]) for name in expected)
 
 
-@pytest.mark.parametrize("kind", ["modulated", "affine, gated update"])
+@pytest.mark.parametrize("kind", ["modulated", "affine, gated projected update"])
 @pytest.mark.parametrize("backend", ["reference", "triton"])
 def test_compiles_whole(backend, kind, request):
     device = request.getfixturevalue("triton_device") if backend == "triton" else torch.device("cpu")
     torch._dynamo.reset()
     p = problem((2, 5, 6), kind, device)
-    compiled = torch.compile(residual_norm, backend="aot_eager", fullgraph=True)
-    actual, expected = (
-        results(partial(function, eps=EPS, backend=backend), **p) for function in (compiled, residual_norm)
-    )
+    compiled = torch.compile(ours, backend="aot_eager", fullgraph=True)
+    actual, expected = (results(partial(function, backend=backend), **p) for function in (compiled, ours))
     for name in expected:
         torch.testing.assert_close(actual[name], expected[name])
 
@@ -250,7 +298,7 @@ def test_triton_runs_again_where_a_block_is_computed_again(triton_device, monkey
     from vsa_kernels.residual_norm import triton_residual_norm
 
     p = problem((1, 3, 6), "modulated, update", triton_device)
-    call = partial(residual_norm, eps=EPS, backend="triton")
+    call = partial(ours, backend="triton")
     expected = results(call, **p)
     forward, calls = triton_residual_norm.forward, []
     monkeypatch.setattr(triton_residual_norm, "forward", lambda *a: calls.append(a) or forward(*a))
@@ -263,33 +311,43 @@ def test_triton_runs_again_where_a_block_is_computed_again(triton_device, monkey
     assert all(torch.equal(actual[name], expected[name]) for name in expected)
 
 
-@pytest.mark.parametrize("kind", [KINDS[0], KINDS[2], *map(further, (KINDS[1], *KINDS[3:]))])
+@pytest.mark.parametrize("kind", [KINDS[0], KINDS[6], *map(further, (KINDS[1], *KINDS[2:6]))])
 def test_triton_opcheck(kind, triton_device):
     p = problem((2, 5, 6), kind, triton_device)
     dtotal, dnorm = p.pop("dtotal"), p.pop("dnorm")
-    torch.library.opcheck(residual_norm_fwd, (*p.values(), EPS))
-    plain = {name: None if x is None else x.detach() for name, x in p.items()}
-    total, _, mean, rstd = residual_norm_fwd(*plain.values(), EPS)
-    has_update, has_gate = plain["update"] is not None, plain["gate"] is not None
-    for update, bias in ((plain["update"] if has_gate else None, plain["bias"]), (None, None)):
-        call = (
-            dtotal if has_update else None, dnorm, total if has_update else plain["x"], update, plain["gate"],
-            plain["weight"], bias, mean, rstd,
-        )  # fmt: skip
+    inputs = op_inputs(**p)
+    torch.library.opcheck(residual_norm_fwd, inputs)
+    plain = [x.detach() if isinstance(x, Tensor) else x for x in inputs]
+    total, _, mean, rstd = residual_norm_fwd(*plain)
+    x, update, update_bias, gate, weight, bias, _ = plain
+    sums = (None if gate is None else update, update_bias, gate, weight, bias)
+    for some in (sums, (None, None, gate, weight, None)):
+        call = (None if update is None else dtotal, dnorm, x if update is None else total, *some, mean, rstd)
         torch.library.opcheck(residual_norm_bwd, call)
+
+
+def op_inputs(
+    x: Tensor, update: Any, gate: Any, weight: Tensor, bias: Tensor, matrix: Any = None, offset: Any = None
+) -> tuple[Any, ...]:
+    """Arguments of the op: an update that is multiplied, and the bias of its projection."""
+    if matrix is not None:
+        update = F.linear(update, matrix).detach().requires_grad_()
+    return x, update, offset, gate, weight, bias, EPS
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_empty_batch_gives_an_empty_result(kind):
     p = problem((0, 5, 4), kind, torch.device("cpu"))
     upstream = {name: p.pop(name) for name in ("dtotal", "dnorm")}
-    actual = results(partial(residual_norm, eps=EPS), **upstream, **p)
+    actual = results(ours, **upstream, **p)
     assert actual["norm"].shape == actual["dx"].shape == (0, 5, 4)
     # the op itself needs no GPU for nothing
-    _, norm, mean, rstd = residual_norm_fwd(*p.values(), EPS)
-    grads = residual_norm_bwd(None, norm, p["x"], p["update"], p["gate"], p["weight"], p["bias"], mean, rstd)
+    x, update, update_bias, gate, weight, bias, _ = inputs = op_inputs(**p)
+    _, norm, mean, rstd = residual_norm_fwd(*inputs)
+    grads = residual_norm_bwd(None, norm, x, update, update_bias, gate, weight, bias, mean, rstd)
     assert (norm.shape, grads[0].shape, mean.shape) == ((0, 5, 4), (0, 5, 4), (0, 5))
-    assert grads[3].abs().sum() == grads[4].abs().sum() == 0
+    assert all(grad.abs().sum() == 0 for grad in grads[2:])
+    assert grads[2].shape == ((4,) if "projected" in kind else (0,))
 
 
 @pytest.mark.parametrize("of_bias", [torch.float32, torch.bfloat16])
@@ -298,7 +356,7 @@ def test_triton_takes_parameters_of_another_dtype(other, of_bias, triton_device)
     p = problem((2, 5, 6), "affine, gated update", triton_device)
     for name, dtype in (("gate", other), ("weight", other), ("bias", of_bias)):
         p[name] = p[name].detach().to(dtype).requires_grad_()
-    actual = results(partial(residual_norm, eps=EPS, backend="triton"), **p)
+    actual = results(partial(ours, backend="triton"), **p)
     assert (actual["norm"].dtype, actual["dgate"].dtype, actual["dbias"].dtype) == (torch.float32, other, of_bias)
     expected = results(define, **p)
     for name, exact in expected.items():
@@ -312,6 +370,19 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "another update": ({"update": torch.zeros(2, 3, 5)}, r"update must be torch.float32 \[2, 3, 4\] like x"),
     "an update of another dtype": ({"update": torch.zeros(2, 3, 4, dtype=torch.half)}, "update must be torch.float32"),
     "a gate without an update": ({"update": None}, "gate must be None without an update"),
+    "a projection without an update": (
+        {"update": None, "gate": None, "projection": (torch.zeros(4, 4), torch.zeros(4))},
+        "projection must be None without an update",
+    ),
+    "a projection of another width": (
+        {"projection": (torch.zeros(4, 3), torch.zeros(4))},
+        r"the weight of projection must be a float \[4, 4\] like update, got torch.float32 \[4, 3\]",
+    ),
+    "a projection to another width": ({"projection": (torch.zeros(5, 4), torch.zeros(5))}, "must be a float .4, 4. like"),
+    "another bias of a projection": (
+        {"projection": (torch.zeros(4, 4), torch.zeros(1, 4))},
+        r"the bias of projection must be a float \[4\] like its weight",
+    ),
     "another gate": ({"gate": torch.zeros(2, 2, 4)}, r"gate must be a float \[2, 1, 4\] or \[2, 3, 4\]"),
     "another weight": ({"weight": torch.zeros(5)}, r"weight must be a float \[4\] or \[2, 1, 4\] or \[2, 3, 4\]"),
     "another bias": ({"bias": torch.zeros(2, 1, 4)}, r"bias must be a float \[4\], got torch.float32 \[2, 1, 4\]"),

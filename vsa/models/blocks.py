@@ -7,7 +7,6 @@ M = 1 or L timesteps per sample.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -17,8 +16,8 @@ from vsa_kernels import norm_rope
 from vsa.attention.base import AttentionMethod
 from vsa.attention.context import AttnContext
 from vsa.attention.dense import cross_attn
-from vsa.models.compute_dtype import linear_arguments, rounded
-from vsa.models.embeddings import FeedForward, Residual, ResidualNorm, at_least_fp32
+from vsa.models.compute_dtype import rounded, taken_over
+from vsa.models.embeddings import FeedForward, Residual, ResidualNorm, at_least_fp32, residual_sum
 from vsa.models.recompute import Level, computed_again, computed_again_without_attention
 from vsa.models.rope import Rope
 
@@ -78,12 +77,8 @@ class QKNorm(nn.RMSNorm):
         """
         weight = rounded(self.weight, self.compute_dtype)
         tables = (None, None) if rope is None else rope
-        norm = partial(norm_rope, num_heads=self.num_heads, eps=self.eps)
-        arguments = linear_arguments(projection, x)
-        if arguments is None:
-            return norm(projection(x), weight, *tables)
-        x, matrix, bias = arguments
-        return norm(x, weight, *tables, projection=(matrix, bias))
+        x, arguments = taken_over(projection, x)
+        return norm_rope(x, weight, *tables, num_heads=self.num_heads, eps=self.eps, projection=arguments)
 
 
 class AttentionProjections(nn.Module):
@@ -106,6 +101,11 @@ class AttentionProjections(nn.Module):
         self.to_out = nn.ModuleList([nn.Linear(dim, dim)])
         self.norm_q = QKNorm(num_heads, head_dim, eps)
         self.norm_k = QKNorm(num_heads, head_dim, eps)
+
+    @property
+    def projection(self) -> nn.Module:
+        """The layer after the attention."""
+        return self.to_out[0]
 
     def heads(self, x: Tensor) -> Tensor:
         """`[B, L, C]` to `[B, L, H, D]`."""
@@ -131,12 +131,16 @@ class CrossAttention(AttentionProjections):
             self.norm_added_k = QKNorm(num_heads, head_dim, eps)
 
     def forward(self, x: Tensor, text: Tensor, text_mask: Tensor | None, image: Tensor | None) -> Tensor:
+        return self.projection(self.attend(x, text, text_mask, image))
+
+    def attend(self, x: Tensor, text: Tensor, text_mask: Tensor | None, image: Tensor | None) -> Tensor:
+        """The heads `[B, L, C]`, which `projection` gets."""
         q, k = self.norm_q(x, self.to_q), self.norm_k(text, self.to_k)
         out = cross_attn(q, k, self.heads(self.to_v(text)), text_mask)
         if image is not None:
             k = self.norm_added_k(image, self.add_k_proj)
             out = out + cross_attn(q, k, self.heads(self.add_v_proj(image)))
-        return self.to_out[0](out.flatten(2))
+        return out.flatten(2)
 
 
 class TransformerBlock(nn.Module):
@@ -230,19 +234,22 @@ class TransformerBlock(nn.Module):
         return Modulation(*(table + cond.modulation).unbind(2))
 
     def _attentions(self, x: Tensor, mod: Modulation, cond: Conditioning, ctx: AttnContext) -> tuple[Tensor, Tensor]:
-        """Hidden states after self-attention, and the output of cross-attention, which is not added yet."""
+        """Hidden states after self-attention, and the heads of cross-attention, not projected and added yet."""
         _, h = self.norm1(x, scale=mod.scale_attn, shift=mod.shift_attn)
-        x, h = self.norm2(x, self.self_attention(h, cond.rope, ctx), mod.gate_attn)
-        return x, self.attn2(h, cond.text, cond.text_mask, cond.image)
+        heads = self._attend(h, cond.rope, ctx)
+        x, h = self.norm2(x, heads, mod.gate_attn, projection=self.attn1.projection)
+        return x, self.attn2.attend(h, cond.text, cond.text_mask, cond.image)
 
-    def _feed_forward(self, x: Tensor, update: Tensor, mod: Modulation) -> Tensor:
-        x, h = self.norm3(x, update, scale=mod.scale_ffn, shift=mod.shift_ffn)
-        return (x + self.ffn(h) * mod.gate_ffn).type_as(x)
+    def _feed_forward(self, x: Tensor, heads: Tensor, mod: Modulation) -> Tensor:
+        x, h = self.norm3(x, heads, scale=mod.scale_ffn, shift=mod.shift_ffn, projection=self.attn2.projection)
+        return residual_sum(x, self.ffn.hidden(h), mod.gate_ffn, self.ffn.projection)
 
     def self_attention(self, h: Tensor, rope: Rope, ctx: AttnContext) -> Tensor:
         """Self-attention output `[B, L, C]` of normalised, modulated hidden states `[B, L, C]`."""
+        return self.attn1.projection(self._attend(h, rope, ctx))
+
+    def _attend(self, h: Tensor, rope: Rope, ctx: AttnContext) -> Tensor:
         attn = self.attn1
         q, k = attn.norm_q(h, attn.to_q, rope), attn.norm_k(h, attn.to_k, rope)
         v = attn.heads(attn.to_v(h))
-        out = self.method(q, k, v, self.method.project(h), ctx)
-        return attn.to_out[0](out.flatten(2))
+        return self.method(q, k, v, self.method.project(h), ctx).flatten(2)

@@ -11,9 +11,9 @@ from typing import cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from vsa_kernels import linear_gelu, residual_norm
+from vsa_kernels import gated_residual, linear_gelu, residual_norm
 
-from vsa.models.compute_dtype import linear_arguments, rounded
+from vsa.models.compute_dtype import linear_arguments, rounded, taken_over
 
 Grid = tuple[int, int, int]
 
@@ -55,15 +55,18 @@ class ResidualNorm(LayerNormFp32):
         gate: Tensor | None = None,
         scale: Tensor | None = None,
         shift: Tensor | None = None,
+        projection: nn.Module | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """The sum `x + gate * update` and its norm, `[B, L, C]` each in x's dtype.
+        """The sum `x + gate * projection(update)` and its norm, `[B, L, C]` each in x's dtype.
 
         Args:
             x: `[B, L, C]` hidden states.
-            update: `[B, L, C]` output of a sub-layer; None: the sum is x.
+            update: `[B, L, E]` what a sub-layer gives to its last layer; None: the sum is x.
             gate: `[B, M, C]` with M = 1 or L; None: 1.
             scale: `[B, M, C]`, the norm is multiplied by 1 + scale; with shift, of norms without parameters.
             shift: `[B, M, C]`, added to it.
+            projection: last layer of the sub-layer, to `[B, L, C]`, whose bias the kernel of the norm adds; None: the
+                identity.
 
         Raises:
             ValueError: shift and scale are not given together, or given to a norm with parameters.
@@ -78,15 +81,24 @@ class ResidualNorm(LayerNormFp32):
         else:
             parameters = (self.weight, self.bias)
             weight, bias = (at_least_fp32(rounded(parameter, self.compute_dtype)) for parameter in parameters)
-        return residual_norm(x, update, gate, weight, bias, eps=self.eps)
+        arguments = None
+        if projection is not None and update is not None:
+            update, arguments = taken_over(projection, update)
+        return residual_norm(x, update, gate, weight, bias, eps=self.eps, projection=arguments)
 
 
 class Residual(nn.Module):
     """A `ResidualNorm` without the norm: the sum, twice."""
 
-    def forward(self, x: Tensor, update: Tensor, gate: Tensor) -> tuple[Tensor, Tensor]:
-        total = (x + update * gate).type_as(x)
+    def forward(self, x: Tensor, update: Tensor, gate: Tensor, projection: nn.Module) -> tuple[Tensor, Tensor]:
+        total = residual_sum(x, update, gate, projection)
         return total, total
+
+
+def residual_sum(x: Tensor, update: Tensor, gate: Tensor, projection: nn.Module) -> Tensor:
+    """The sum `x + gate * projection(update)`; arguments as in `ResidualNorm`."""
+    update, arguments = taken_over(projection, update)
+    return gated_residual(x, update, gate, projection=arguments)
 
 
 class PatchEmbedding(nn.Conv3d):
@@ -232,6 +244,15 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.net(x)
+
+    def hidden(self, x: Tensor) -> Tensor:
+        """What the last layer gets."""
+        return self.net[0](x)
+
+    @property
+    def projection(self) -> nn.Module:
+        """The last layer."""
+        return self.net[2]
 
 
 class ImageEmbedder(nn.Module):

@@ -25,7 +25,7 @@ Level = Literal["none", "attention", "attention_mlp", "full"]
 LEVELS: tuple[Level, ...] = ("none", "attention", "attention_mlp", "full")
 """From the one that computes least again to the one that keeps least."""
 
-_BY_ELEMENT = tuple(f"vsa_kernels.{name}_" for name in ("norm_rope", "bias_gelu", "residual_norm"))
+_BY_ELEMENT = tuple(f"vsa_kernels.{name}_" for name in ("norm_rope", "bias_gelu", "residual_norm", "gated_residual"))
 
 
 def computed_again(function: Callable[..., Result], *args: Any) -> Result:

@@ -47,7 +47,7 @@ _MOVES = re.compile(
     "select_backward|select|slice_backward|slice|split_with_sizes|split|unbind|cat|stack|detach)(?=_|$)"
 )
 _ON_GPU, _LAUNCHES = {"kernel", "gpu_memcpy", "gpu_memset"}, {"cuda_runtime", "cuda_driver"}
-_ELEMENTWISE = ("vsa_kernels::norm_rope_", "vsa_kernels::bias_gelu_", "vsa_kernels::residual_norm_")
+_ELEMENTWISE = tuple(f"vsa_kernels::{name}_" for name in ("norm_rope", "bias_gelu", "residual_norm", "gated_residual"))
 _BYTES = {
     "float": 4, "double": 8, "c10::BFloat16": 2, "c10::Half": 2, "int": 4, "long int": 8, "bool": 1, "unsigned char": 1,
 }  # fmt: skip

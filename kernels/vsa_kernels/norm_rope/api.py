@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vsa_kernels.checks import check_device
+from vsa_kernels.checks import check_device, check_projection
 from vsa_kernels.dispatch import resolve_plain
 from vsa_kernels.modes import refuse_forward_mode
 from vsa_kernels.norm_rope import reference
@@ -73,16 +73,8 @@ def _check(
     _, L, C = x.shape
     what = "channels of x"
     if projection is not None:
-        matrix, bias = projection
-        if matrix.ndim != 2 or matrix.shape[1] != C or not matrix.shape[0] or not matrix.is_floating_point():
-            expected = f"a float [channels, {C}] like x"
-            raise ValueError(f"the weight of projection must be {expected}, got {matrix.dtype} {list(matrix.shape)}")
-        C, what = matrix.shape[0], "channels of projection"
-        if list(bias.shape) != [C] or not bias.is_floating_point():
-            expected = f"a float {[C]} like its weight"
-            raise ValueError(f"the bias of projection must be {expected}, got {bias.dtype} {list(bias.shape)}")
-        for name, tensor in (("weight", matrix), ("bias", bias)):
-            check_device(f"the {name} of projection", tensor, "x", x)
+        check_projection(projection, "x", x)
+        C, what = projection[0].shape[0], "channels of projection"
     if num_heads < 1 or C % (2 * num_heads):
         raise ValueError(f"num_heads must divide the {C} {what} into heads of an even size, got {num_heads}")
     if list(weight.shape) != [C] or not weight.is_floating_point():

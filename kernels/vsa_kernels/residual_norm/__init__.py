@@ -1,7 +1,7 @@
-"""A residual connection and the layer norm of its sum, in one pass over the hidden states in each direction."""
+"""Residual connections, with the layer norm of the sum or without, with one pass over the tokens in each direction."""
 
 from __future__ import annotations
 
-from vsa_kernels.residual_norm.api import residual_norm
+from vsa_kernels.residual_norm.api import gated_residual, residual_norm
 
-__all__ = ["residual_norm"]
+__all__ = ["gated_residual", "residual_norm"]

@@ -1,14 +1,19 @@
-"""Public interface of residual connection and layer norm. B batch, L tokens, C channels."""
+"""Public interface of residual connections and layer norm. B batch, L tokens, C channels, E input width."""
 
 from __future__ import annotations
 
+import torch.nn.functional as F
 from torch import Tensor
 
-from vsa_kernels.checks import check_device, has_sizes
+from vsa_kernels.checks import check_device, check_projection, has_sizes
 from vsa_kernels.dispatch import resolve_plain
 from vsa_kernels.modes import refuse_forward_mode
 from vsa_kernels.residual_norm import reference
+from vsa_kernels.residual_norm.gated_op import gated_residual_fwd
 from vsa_kernels.residual_norm.op import residual_norm_fwd
+
+MOST_GATED_CHANNELS = 4096
+"""Channels up to which the kernels of `residual_norm` add the bias of a projection to a gated update."""
 
 
 def residual_norm(
@@ -19,6 +24,7 @@ def residual_norm(
     bias: Tensor,
     *,
     eps: float,
+    projection: tuple[Tensor, Tensor] | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The sum `x + gate * update` of a residual connection, and its layer norm with weight and bias.
@@ -27,13 +33,19 @@ def residual_norm(
     rounds the sum and the norm once each; `reference` is torch's operations. Parameters with one row per token are
     computed by `reference` alone.
 
+    With a projection, the update is the output of that linear layer. On `triton` torch multiplies, and the kernels add
+    the bias in fp32 to the rounded product; its gradient, a sum over the tokens, is part of the backward kernel. (For
+    more than 4,096 channels and a gate torch does both.)
+
     Args:
         x: `[B, L, C]` hidden states.
-        update: `[B, L, C]` output of a sub-layer in x's dtype; None: the sum is x itself.
+        update: `[B, L, C]` output of a sub-layer in x's dtype; None: the sum is x itself; with a projection
+            `[B, L, E]`.
         gate: `[B, 1, C]` or `[B, L, C]` factor of the update; None: 1.
         weight: `[C]`, `[B, 1, C]` or `[B, L, C]` factor of the normalised sum.
         bias: like weight, added to it.
         eps: added to the variance.
+        projection: weight `[C, E]` and bias `[C]` of the last linear layer of the sub-layer.
         backend: `reference`, `triton` or None (`triton` where it can run, else `reference`).
 
     Returns:
@@ -42,37 +54,111 @@ def residual_norm(
     Source: Ba et al., "Layer Normalization"; Peebles and Xie, "Scalable Diffusion Models with Transformers",
     section 3.2, adaLN with gates.
     """
-    _check(x, update, gate, weight, bias, eps)
-    tensors = [tensor for tensor in (x, update, gate, weight, bias) if tensor is not None]
-    refuse_forward_mode(*tensors)
-    rows = [parameter.shape[1] for parameter in (gate, weight) if parameter is not None and parameter.ndim == 3]
+    _check_update(x, update, gate, projection)
+    _check_norm(x, weight, bias, eps)
+    refuse_forward_mode(*_given(x, update, gate, weight, bias, *(projection or ())))
     chosen = resolve_plain(backend, x.device, x.dtype)
-    if chosen == "triton" and all(number == 1 for number in rows):
-        total, norm, *_ = residual_norm_fwd(x, update, gate, weight, bias, eps)
+    if _one_row(backend, gate, weight) and chosen == "triton":
+        # of a long row, the four sums of a gated backward do not fit into the registers
+        joins = gate is None or x.shape[2] <= MOST_GATED_CHANNELS
+        update, update_bias = _multiplied(update, projection, joins)
+        total, norm, *_ = residual_norm_fwd(x, update, update_bias, gate, weight, bias, eps)
         return x if update is None else total, norm
+    return reference.residual_norm(x, update, gate, weight, bias, eps, projection)
+
+
+def gated_residual(
+    x: Tensor,
+    update: Tensor,
+    gate: Tensor,
+    *,
+    projection: tuple[Tensor, Tensor] | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """The sum `x + gate * update` of a residual connection.
+
+    On `triton`, the kernel of the backward sums the gradients of gate and bias over the tokens while it computes that
+    of the update. Everything else is as in `residual_norm`.
+
+    Args:
+        x: `[B, L, C]` hidden states.
+        update: `[B, L, C]` output of a sub-layer in x's dtype; with a projection `[B, L, E]`.
+        gate: `[B, 1, C]` or `[B, L, C]` factor of the update.
+        projection: weight `[C, E]` and bias `[C]` of the last linear layer of the sub-layer.
+        backend: `reference`, `triton` or None (`triton` where it can run, else `reference`).
+
+    Returns:
+        `[B, L, C]` in x's dtype; differentiable in all tensors.
+
+    Source: Peebles and Xie, "Scalable Diffusion Models with Transformers", section 3.2.
+    """
+    _check_update(x, update, gate, projection)
+    refuse_forward_mode(*_given(x, update, gate, *(projection or ())))
+    chosen = resolve_plain(backend, x.device, x.dtype)
+    if _one_row(backend, gate) and chosen == "triton":
+        update, update_bias = _multiplied(update, projection)
+        assert update is not None
+        return gated_residual_fwd(x, update, update_bias, gate)
+    return reference.residual_sum(x, update, gate, projection)
+
+
+def _given(*tensors: Tensor | None) -> list[Tensor]:
+    return [tensor for tensor in tensors if tensor is not None]
+
+
+def _multiplied(
+    update: Tensor | None, projection: tuple[Tensor, Tensor] | None, joins: bool = True
+) -> tuple[Tensor | None, Tensor | None]:
+    """The update without the bias of its projection, and that bias; with it, and None, unless the bias `joins`."""
+    if update is None or projection is None:
+        return update, None
+    if not joins:
+        return F.linear(update, *projection), None
+    return F.linear(update, projection[0]), projection[1]
+
+
+def _one_row(backend: str | None, *parameters: Tensor | None) -> bool:
+    """Whether all parameters of a sample are those of all its tokens."""
+    if all(parameter.shape[1] == 1 for parameter in _given(*parameters) if parameter.ndim == 3):
+        return True
     if backend == "triton":
         raise ValueError("backend triton takes one row of parameters per sample, got one per token")
-    return reference.residual_norm(x, update, gate, weight, bias, eps)
+    return False
 
 
-def _check(x: Tensor, update: Tensor | None, gate: Tensor | None, weight: Tensor, bias: Tensor, eps: float) -> None:
+def _check_update(
+    x: Tensor, update: Tensor | None, gate: Tensor | None, projection: tuple[Tensor, Tensor] | None
+) -> None:
     if x.ndim != 3 or not x.is_floating_point() or 0 in x.shape[1:]:
         raise ValueError(f"x must be a float [B, tokens, channels] with tokens, got {x.dtype} {list(x.shape)}")
     B, L, C = x.shape
-    if update is not None and (update.shape != x.shape or update.dtype != x.dtype):
-        raise ValueError(f"update must be {x.dtype} {list(x.shape)} like x, got {update.dtype} {list(update.shape)}")
-    if gate is not None and update is None:
-        raise ValueError("gate must be None without an update")
-    shapes = {"gate": [[B, 1, C], [B, L, C]], "weight": [[C], [B, 1, C], [B, L, C]], "bias": [list(weight.shape)]}
-    for name, parameter in (("gate", gate), ("weight", weight), ("bias", bias)):
-        if parameter is None:
-            continue
-        # size by size: in a compiled graph of several widths, a list with symbols is in no list of lists
-        fits = any(has_sizes(parameter, sizes) for sizes in shapes[name])
-        if not fits or not parameter.is_floating_point():
-            expected = " or ".join(map(str, shapes[name]))
-            raise ValueError(f"{name} must be a float {expected}, got {parameter.dtype} {list(parameter.shape)}")
-    for name, tensor in (("update", update), ("gate", gate), ("weight", weight), ("bias", bias)):
-        check_device(name, tensor, "x", x)
+    if update is None:
+        for name, value in (("gate", gate), ("projection", projection)):
+            if value is not None:
+                raise ValueError(f"{name} must be None without an update")
+        return
+    if projection is not None and update.ndim:
+        check_projection(projection, "update", update, C)
+    expected = [B, L, C] if projection is None else [B, L, projection[0].shape[1]]
+    if not has_sizes(update, expected) or update.dtype != x.dtype:
+        raise ValueError(f"update must be {x.dtype} {expected} like x, got {update.dtype} {list(update.shape)}")
+    check_device("update", update, "x", x)
+    _check_rows("gate", gate, x, [[B, 1, C], [B, L, C]])
+
+
+def _check_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> None:
+    B, L, C = x.shape
+    _check_rows("weight", weight, x, [[C], [B, 1, C], [B, L, C]])
+    _check_rows("bias", bias, x, [list(weight.shape)])
     if not 0 <= eps < float("inf"):
         raise ValueError(f"eps must be finite and at least 0, got {eps}")
+
+
+def _check_rows(name: str, parameter: Tensor | None, x: Tensor, shapes: list[list[int]]) -> None:
+    if parameter is None:
+        return
+    # size by size: in a compiled graph of several widths, a list with symbols is in no list of lists
+    if not any(has_sizes(parameter, sizes) for sizes in shapes) or not parameter.is_floating_point():
+        expected = " or ".join(map(str, shapes))
+        raise ValueError(f"{name} must be a float {expected}, got {parameter.dtype} {list(parameter.shape)}")
+    check_device(name, parameter, "x", x)

@@ -1,4 +1,4 @@
-"""Residual connection and layer norm in plain tensor operations, with the gradients of torch's autograd."""
+"""Residual connections and layer norm in plain tensor operations, with the gradients of torch's autograd."""
 
 from __future__ import annotations
 
@@ -8,13 +8,26 @@ from torch import Tensor
 
 
 def residual_norm(
-    x: Tensor, update: Tensor | None, gate: Tensor | None, weight: Tensor, bias: Tensor, eps: float
+    x: Tensor,
+    update: Tensor | None,
+    gate: Tensor | None,
+    weight: Tensor,
+    bias: Tensor,
+    eps: float,
+    projection: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The sum and its layer norm, `[B, L, C]` each in x's dtype; arguments as in `api.residual_norm`."""
-    total = x
-    if update is not None:
-        total = x + update if gate is None else (x + update * gate).type_as(x)
+    total = x if update is None else residual_sum(x, update, gate, projection)
     wide = total.to(torch.promote_types(x.dtype, torch.float32))
     if weight.ndim == 1:
         return total, F.layer_norm(wide, weight.shape, weight.to(wide.dtype), bias.to(wide.dtype), eps).type_as(x)
     return total, (F.layer_norm(wide, wide.shape[-1:], eps=eps) * weight + bias).type_as(x)
+
+
+def residual_sum(
+    x: Tensor, update: Tensor, gate: Tensor | None, projection: tuple[Tensor, Tensor] | None
+) -> Tensor:
+    """The sum `[B, L, C]` in x's dtype; arguments as in `api.gated_residual`, without a gate too."""
+    if projection is not None:
+        update = F.linear(update, *projection)
+    return x + update if gate is None else (x + update * gate).type_as(x)

@@ -1,7 +1,7 @@
 """Residual connection and layer norm: each tensor of tokens is read or written once in each direction.
 
 A program computes some rows (tokens) of one sample, one after the other. The backward keeps the sums over its rows that
-are the gradients of gate, weight and bias.
+are the gradients of gate, parameters and the update's bias.
 
 B batch, L tokens, C channels, N programs of a sample.
 """
@@ -32,8 +32,10 @@ _FEWEST_ROWS, _MOST_ROWS, _PROGRAMS = 16, 64, 512
 
 @triton.jit(do_not_specialize=["L"])
 def _residual_norm_kernel(
-    x, update, gate, weight, bias, total, norm, mean, rstd, L, x_b, x_l, u_b, u_l, gate_b, weight_b, bias_b, eps,
-    C: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, UPDATED: tl.constexpr, GATED: tl.constexpr,
+    x, update, update_bias, gate, weight, bias, total, norm, mean, rstd,
+    L, x_b, x_l, u_b, u_l, gate_b, weight_b, bias_b, eps,
+    C: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, UPDATED: tl.constexpr, BIASED: tl.constexpr,
+    GATED: tl.constexpr,
 ):  # fmt: skip
     programs = tl.cdiv(L, ROWS)
     i_b, first = (tl.program_id(0) // programs).to(tl.int64), tl.program_id(0) % programs * ROWS
@@ -43,12 +45,16 @@ def _residual_norm_kernel(
     b_bias = tl.load(bias + i_b * bias_b + o_c, mask=m_c, other=0.0).to(tl.float32)
     if GATED:
         b_gate = tl.load(gate + i_b * gate_b + o_c, mask=m_c, other=0.0).to(tl.float32)
+    if BIASED:
+        b_ubias = tl.load(update_bias + o_c, mask=m_c, other=0.0).to(tl.float32)
     for i in range(tl.minimum(ROWS, L - first)):
         i_l = (first + i).to(tl.int64)
         row = i_b * L + i_l
         b_x = tl.load(x + i_b * x_b + i_l * x_l + o_c, mask=m_c, other=0.0).to(tl.float32)
         if UPDATED:
             b_update = tl.load(update + i_b * u_b + i_l * u_l + o_c, mask=m_c, other=0.0).to(tl.float32)
+            if BIASED:
+                b_update += b_ubias
             b_x += b_update * b_gate if GATED else b_update
             # the backward reads the rounded sum
             b_total = b_x.to(total.dtype.element_ty)
@@ -65,10 +71,10 @@ def _residual_norm_kernel(
 
 @triton.jit(do_not_specialize=["L"])
 def _residual_norm_grad_kernel(
-    dtotal, dnorm, total, update, gate, weight, mean, rstd, dx, dupdate, gate_sums, sums,
+    dtotal, dnorm, total, update, update_bias, gate, weight, mean, rstd, dx, dupdate, gate_sums, update_sums, sums,
     L, dt_b, dt_l, dn_b, dn_l, t_b, t_l, u_b, u_l, gate_b, weight_b,
-    C: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, UPDATED: tl.constexpr, GATED: tl.constexpr,
-    GATE_SUMMED: tl.constexpr, SUMMED: tl.constexpr, STAGES: tl.constexpr,
+    C: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, UPDATED: tl.constexpr, BIASED: tl.constexpr,
+    GATED: tl.constexpr, GATE_SUMMED: tl.constexpr, SUMMED: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     programs = tl.cdiv(L, ROWS)
     i_b, first = (tl.program_id(0) // programs).to(tl.int64), tl.program_id(0) % programs * ROWS
@@ -77,7 +83,10 @@ def _residual_norm_grad_kernel(
     b_weight = tl.load(weight + i_b * weight_b + o_c, mask=m_c, other=0.0).to(tl.float32)
     if GATED:
         b_gate = tl.load(gate + i_b * gate_b + o_c, mask=m_c, other=0.0).to(tl.float32)
+    if BIASED and GATE_SUMMED:
+        b_ubias = tl.load(update_bias + o_c, mask=m_c, other=0.0).to(tl.float32)
     b_dgate = tl.zeros((BLOCK,), tl.float32)
+    b_dubias = tl.zeros((BLOCK,), tl.float32)
     b_dweight = tl.zeros((BLOCK,), tl.float32)
     b_dbias = tl.zeros((BLOCK,), tl.float32)
     for i in tl.range(0, tl.minimum(ROWS, L - first), num_stages=STAGES):
@@ -89,6 +98,8 @@ def _residual_norm_grad_kernel(
             b_dt = tl.load(dtotal + i_b * dt_b + i_l * dt_l + o_c, mask=m_c, other=0.0).to(tl.float32)
         if GATE_SUMMED:
             b_update = tl.load(update + i_b * u_b + i_l * u_l + o_c, mask=m_c, other=0.0).to(tl.float32)
+            if BIASED:
+                b_update += b_ubias
         b_rstd = tl.load(rstd + row)
         b_x = tl.where(m_c, (b_x - tl.load(mean + row)) * b_rstd, 0.0)
         if SUMMED:
@@ -102,7 +113,10 @@ def _residual_norm_grad_kernel(
         if GATE_SUMMED:
             b_dgate += b_dx * b_update
         if GATED:
-            tl.store(dupdate + row * C + o_c, (b_dx * b_gate).to(dupdate.dtype.element_ty), mask=m_c)
+            b_dx *= b_gate
+            tl.store(dupdate + row * C + o_c, b_dx.to(dupdate.dtype.element_ty), mask=m_c)
+        if BIASED:
+            b_dubias += b_dx
     # [2, B * N, C]: of weight and of bias
     o_sum = tl.program_id(0).to(tl.int64) * C + o_c
     if SUMMED:
@@ -110,41 +124,46 @@ def _residual_norm_grad_kernel(
         tl.store(sums + tl.num_programs(0).to(tl.int64) * C + o_sum, b_dbias, mask=m_c)
     if GATE_SUMMED:
         tl.store(gate_sums + o_sum, b_dgate, mask=m_c)
+    if BIASED:
+        tl.store(update_sums + o_sum, b_dubias, mask=m_c)
 
 
 def forward(
-    x: Tensor, update: Tensor | None, gate: Tensor | None, weight: Tensor, bias: Tensor, eps: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    x: Tensor, update: Tensor | None, update_bias: Tensor | None, gate: Tensor | None, weight: Tensor, bias: Tensor,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The sum (empty without an update) and its norm, contiguous, and fp32 mean and inverse standard deviation.
 
     Args:
         x: `[B, L, C]` in fp32, fp16 or bf16.
         update: `[B, L, C]` or None.
+        update_bias: `[C]` added to the update, or None.
         gate: `[B, 1, C]` or None.
         weight: `[C]` or `[B, 1, C]`.
         bias: like weight.
         eps: added to the variance.
     """
     x, update = _rows_ready(x), _rows_ready(update)
-    gate, weight, bias = _rows_ready(gate), _rows_ready(weight), _rows_ready(bias)
+    update_bias, gate, weight, bias = (_rows_ready(p) for p in (update_bias, gate, weight, bias))
     B, L, C = x.shape
     total = x.new_empty(x.shape if update is not None else (0,))
     norm = x.new_empty(x.shape)
     mean, rstd = (x.new_empty((B, L), dtype=torch.float32) for _ in range(2))
     launch(
         _residual_norm_kernel, (triton.cdiv(L, _ROWS) * B,),
-        x, update, gate, weight, bias, total, norm, mean, rstd, L,
+        x, update, update_bias, gate, weight, bias, total, norm, mean, rstd, L,
         *x.stride()[:2], *_strides(update), _per_sample(gate), _per_sample(weight), _per_sample(bias), eps,
-        ROWS=_ROWS, UPDATED=update is not None, GATED=gate is not None, **_tile(C, _FORWARD_ELEMENTS),
+        ROWS=_ROWS, UPDATED=update is not None, BIASED=update_bias is not None, GATED=gate is not None,
+        **_tile(C, _FORWARD_ELEMENTS),
     )  # fmt: skip
     return total, norm, mean, rstd
 
 
 def backward(
-    dtotal: Tensor | None, dnorm: Tensor, total: Tensor, update: Tensor | None, gate: Tensor | None, weight: Tensor,
-    bias: Tensor | None, mean: Tensor, rstd: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of x, the update, gate, weight and bias; those that are not needed are empty.
+    dtotal: Tensor | None, dnorm: Tensor, total: Tensor, update: Tensor | None, update_bias: Tensor | None,
+    gate: Tensor | None, weight: Tensor, bias: Tensor | None, mean: Tensor, rstd: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of x, the update, its bias, gate, weight and bias; those that are not needed are empty.
 
     They are the same bits in every call.
 
@@ -153,6 +172,7 @@ def backward(
         dnorm: `[B, L, C]` gradient of the norm.
         total: `[B, L, C]` the sum.
         update: `[B, L, C]`; None where gate needs no gradient.
+        update_bias: as in `forward`; None where neither it nor gate needs a gradient.
         gate: as in `forward`.
         weight: as in `forward`.
         bias: as in `forward`; None where weight and bias need no gradients.
@@ -160,26 +180,26 @@ def backward(
         rstd: fp32 `[B, L]` of `forward`.
     """
     dtotal, dnorm, total, update = (_rows_ready(x) for x in (dtotal, dnorm, total, update))
-    gate, weight = _rows_ready(gate), _rows_ready(weight)
+    update_bias, gate, weight = (_rows_ready(p) for p in (update_bias, gate, weight))
     B, L, C = total.shape
     share = max(B * L // _PROGRAMS, 1)
     rows = min(max(1 << share.bit_length() - 1, _FEWEST_ROWS), _MOST_ROWS)
     programs = triton.cdiv(L, rows)
-    gated, gate_summed, summed = gate is not None, update is not None, bias is not None
+    gated, gate_summed, biased, summed = (p is not None for p in (gate, update, update_bias, bias))
     dx, dupdate = total.new_empty(total.shape), total.new_empty(total.shape if gated else (0,))
-    sums, gate_sums = (
-        total.new_empty((n, B * programs, C), dtype=torch.float32) for n in (2 * summed, int(gate_summed))
+    sums, gate_sums, update_sums = (
+        total.new_empty((n, B * programs, C), dtype=torch.float32) for n in (2 * summed, int(gate_summed), int(biased))
     )
     launch(
         _residual_norm_grad_kernel, (B * programs,),
-        dtotal, dnorm, total, update, gate, weight, mean, rstd, dx, dupdate, gate_sums, sums,
+        dtotal, dnorm, total, update, update_bias, gate, weight, mean, rstd, dx, dupdate, gate_sums, update_sums, sums,
         L, *_strides(dtotal), *_strides(dnorm), *_strides(total), *_strides(update), _per_sample(gate),
         _per_sample(weight),
-        ROWS=rows, UPDATED=dtotal is not None, GATED=gated, GATE_SUMMED=gate_summed, SUMMED=summed,
+        ROWS=rows, UPDATED=dtotal is not None, BIASED=biased, GATED=gated, GATE_SUMMED=gate_summed, SUMMED=summed,
         STAGES=_stages(total, 2 + (dtotal is not None) + gate_summed),
         **_tile(C, _BACKWARD_ELEMENTS if C <= 4096 else _LONG_ELEMENTS),
     )  # fmt: skip
-    dgate, dweight, dbias = (total.new_empty((0,)) for _ in range(3))
+    dubias, dgate, dweight, dbias = (total.new_empty((0,)) for _ in range(4))
     if bias is not None:
         samples = B if weight.ndim == 3 else 1
         dweight, dbias = (
@@ -188,7 +208,9 @@ def backward(
         )
     if gate is not None and update is not None:
         dgate = add_partials(gate_sums.view(B, -1, C), gate.new_empty(gate.shape))
-    return dx, dupdate, dgate, dweight, dbias
+    if update_bias is not None:
+        dubias = add_partials(update_sums[0], update_bias.new_empty(update_bias.shape))
+    return dx, dupdate, dubias, dgate, dweight, dbias
 
 
 def _rows_ready(x: Tensor | None) -> Tensor | None:
