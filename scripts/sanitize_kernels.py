@@ -21,6 +21,7 @@ from vsa_kernels import (
     block_mean_and_similarity,
     block_mean_pool,
     block_sparse_attn,
+    gated_residual,
     gathered_attn,
     group_tiles,
     linear_gelu,
@@ -88,6 +89,10 @@ def problem(seed: int, at: torch.device) -> str:
     normed = residual_norm(flat, update, rows[0], 1 + rows[1], rows[0], eps=1e-6, backend="triton")
     _backward(torch.cat(normed), flat, update, rows)
     _backward(residual_norm(flat, None, None, weight, weight, eps=1e-6, backend="triton")[1], flat, weight)
+    last = {"projection": (matrix, offset.requires_grad_()), "backend": "triton"}
+    normed = residual_norm(flat, update, None, 1 + rows[1], rows[0], eps=1e-6, **last)
+    _backward(torch.cat(normed), flat, update, rows, offset)
+    _backward(gated_residual(flat, update, rows[0], **last), flat, update, rows, offset)
     means, similarity = block_mean_and_similarity(k, kv_blocks, center=k.float().mean(1), backend="triton")
     assert means.isfinite().all()
     assert similarity.isfinite().all()

@@ -1,7 +1,7 @@
 """Train as `train.py` does, with torch's own operations in place of the fused elementwise kernels.
 
-These are `residual_norm`, `gated_residual` and `linear_gelu` in the embeddings and `norm_rope` in the blocks. Beside a run of `train.py`
-with the same settings it shows whether both converge equally.
+These are `residual_norm`, `gated_residual` and `linear_gelu` in the embeddings and `norm_rope` in the blocks. Beside a
+run of `train.py` with the same settings it shows whether both converge equally.
 """
 
 import sys

@@ -18,10 +18,11 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch import Tensor
@@ -48,6 +49,8 @@ class Pointer:
 def recorded_launches(capability: tuple[int, int]) -> Iterator[list[bytes]]:
     """Record, in the block, what the ops of this package would launch, called with tensors of the meta device.
 
+    A launch of any other Triton kernel in the block is a RuntimeError.
+
     Args:
         capability: compute capability of the GPU that is meant.
 
@@ -64,8 +67,25 @@ def recorded_launches(capability: tuple[int, int]) -> Iterator[list[bytes]]:
             known.add(entry)
             launches.append(entry)
 
-    with launch.recording(launch.Recording(capability, record)), _RealOps():
+    with launch.recording(launch.Recording(capability, record)), _RealOps(), _nothing_launched():
         yield launches
+
+
+@contextmanager
+def _nothing_launched() -> Iterator[None]:
+    # tensors of the meta device have the address 0, which a kernel would read on the GPU
+    from triton.runtime.jit import JITFunction
+
+    run = JITFunction.run
+
+    def refuse(self: Any, *args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("kernels are not launched while launches are recorded")
+
+    JITFunction.run = refuse  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        JITFunction.run = run  # type: ignore[method-assign]
 
 
 class _RealOps(TorchDispatchMode):
@@ -110,7 +130,7 @@ def compile_ahead(launches: Iterable[bytes], capability: tuple[int, int], proces
 class Compilation:
     """A process that compiles launches, and the processes that do it for it.
 
-    If this program is killed, it ends by itself when all are compiled.
+    If this program is killed, they end when all is compiled.
     """
 
     def __init__(self, entries: list[bytes], capability: tuple[int, int], processes: int, mark: Path):
@@ -120,11 +140,12 @@ class Compilation:
             pickle.dump((entries, capability, processes, torch.cuda.is_available(), str(mark)), work)
             work.seek(0)
             self._process = subprocess.Popen(
-                [sys.executable, "-m", __name__],
+                # -P: modules are those of this program, not of the current folder
+                [sys.executable, "-P", "-m", __name__],
                 stdin=work,
                 stdout=subprocess.DEVNULL,
                 stderr=self._errors,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, sys.path))},
                 # Ctrl-C is for the program
                 start_new_session=True,
             )
@@ -212,11 +233,30 @@ def main() -> None:
     from triton.runtime import driver
 
     driver.set_active(_Driver(capability, launchers))  # type: ignore[arg-type]
-    with multiprocessing.get_context("fork").Pool(min(processes, len(entries))) as pool:
-        errors = [error for error in pool.imap_unordered(_compile, entries) if error]
+    # until this process ends
+    lock = _lock(Path(mark))
+    if Path(mark).exists():
+        return
+    context = multiprocessing.get_context("fork")
+    with ProcessPoolExecutor(min(processes, len(entries)), mp_context=context) as pool:
+        errors = [error for error in pool.map(_compile, entries) if error]
     if errors:
         sys.exit("\n".join(errors))
-    Path(mark).touch()
+    if lock is not None:
+        Path(mark).touch()
+
+
+def _lock(mark: Path) -> IO[str] | None:
+    """Lets other programs that compile the same wait; None where the folder cannot be written or has no locks."""
+    import fcntl
+
+    try:
+        mark.parent.mkdir(parents=True, exist_ok=True)
+        file = mark.with_suffix(".lock").open("w")
+        fcntl.flock(file, fcntl.LOCK_EX)
+    except OSError:
+        return None
+    return file
 
 
 if __name__ == "__main__":

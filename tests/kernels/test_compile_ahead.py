@@ -7,13 +7,15 @@ import os
 import pickle
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from triton.runtime.jit import JITFunction
 from vsa_kernels import linear_gelu, norm_rope
-from vsa_kernels.compile_ahead import Compilation, Pointer, _specialised, compile_ahead, recorded_launches
+from vsa_kernels.compile_ahead import Compilation, Pointer, _mark, _specialised, compile_ahead, recorded_launches
 from vsa_kernels.dispatch import resolve_backend
 
 ROOT = Path(__file__).parents[2]
@@ -53,11 +55,77 @@ def test_a_kernel_that_does_not_compile_is_named(compiling):
     assert compilation is not None
     with pytest.raises(RuntimeError, match="not compiled ahead: _no_such_kernel: AttributeError"):
         compilation.wait()
-    # it is tried again
-    again = compile_ahead([entry], (9, 0), 1)
-    assert again is not None
-    again.stop()
-    assert again.ended
+    # it would be tried again
+    assert not _mark([entry], (9, 0)).exists()
+
+
+OWN = """
+import os, pathlib, time
+import triton
+import triton.language as tl
+
+@triton.jit
+def own_kernel(x, n: tl.constexpr):
+    tl.store(x, n)
+
+if os.environ.get("SLEEPS"):
+    pathlib.Path(os.environ["SLEEPS"]).write_text(f"{os.getpid()}\\n")
+    time.sleep(200)
+"""
+
+
+@pytest.fixture
+def own(compiling, monkeypatch, tmp_path):
+    """An entry of a module that is on the path of this program alone, beside one that hides another module."""
+    (tmp_path / "modules").mkdir()
+    (tmp_path / "modules" / "module_of_a_test.py").write_text(OWN)
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "queue.py").write_text("raise SystemExit('the module of the current folder')")
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setattr(sys, "path", [*(entry for entry in sys.path if entry), tmp_path / "modules"])
+    return pickle.dumps(("module_of_a_test", "own_kernel", [Pointer(torch.float32, 0)], [("n", 1)]))
+
+
+def test_modules_are_those_of_the_program(own, tmp_path):
+    compilation = compile_ahead([own], (9, 0), 1)
+    assert compilation is not None
+    compilation.wait()
+    assert [path.name for path in tmp_path.rglob("*.cubin")] == ["own_kernel.cubin"]
+    # a second program has nothing to do, and one for another chip, or with another version, all of it
+    assert compile_ahead([own], (9, 0), 1) is None
+    marks = {_mark([own], (9, 0)), _mark([own], (8, 0)), _mark([own, own], (9, 0))}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("vsa_kernels.compile_ahead.source_hash", lambda package: "another")
+        marks.add(_mark([own], (9, 0)))
+    assert len(marks) == 4
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_compilation_is_stopped_with_its_processes(own, monkeypatch, tmp_path):
+    monkeypatch.setenv("SLEEPS", str(tmp_path / "begun"))
+    compilation = compile_ahead([own], (9, 0), 1)
+    assert compilation is not None
+    until, begun = time.monotonic() + 100, tmp_path / "begun"
+    while not (begun.exists() and begun.read_text().endswith("\n")):
+        assert time.monotonic() < until
+        time.sleep(0.1)
+    worker = Path("/proc", begun.read_text().strip(), "stat")
+    assert worker.exists()
+    compilation.stop()
+    assert compilation.ended
+    # gone, or dead and not yet collected
+    while worker.exists() and ") Z " not in worker.read_text():
+        assert time.monotonic() < until
+        time.sleep(0.1)
+
+
+def test_other_kernels_are_not_launched_while_launches_are_recorded():
+    from vsa_kernels.partial_sums import _add_partials_kernel
+
+    run = JITFunction.run
+    with recorded_launches((9, 0)), pytest.raises(RuntimeError, match="not launched while launches are recorded"):
+        _add_partials_kernel.run(grid=(1,), warmup=False)
+    assert JITFunction.run is run
 
 
 def test_nothing_is_started_for_nothing(compiling, monkeypatch):

@@ -310,7 +310,9 @@ def _step_seconds(cfg: DictConfig, step: int) -> float:
     datamodule = build(trial.data)
     module.check_weights(datamodule)
     # at the level of activation checkpointing that the run will have
-    _trainer(trial, module, [timer, Announcement(trial), OutOfMemory(trial)], []).fit(module, datamodule=datamodule)
+    _trainer(trial, module, [timer, Announcement(trial), KernelsAhead(trial), OutOfMemory(trial)], []).fit(
+        module, datamodule=datamodule
+    )
     return timer.seconds
 
 

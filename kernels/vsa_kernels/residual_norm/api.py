@@ -96,9 +96,9 @@ def gated_residual(
     refuse_forward_mode(*_given(x, update, gate, *(projection or ())))
     chosen = resolve_plain(backend, x.device, x.dtype)
     if _one_row(backend, gate) and chosen == "triton":
-        update, update_bias = _multiplied(update, projection)
-        assert update is not None
-        return gated_residual_fwd(x, update, update_bias, gate)
+        product, update_bias = _multiplied(update, projection)
+        assert product is not None
+        return gated_residual_fwd(x, product, update_bias, gate)
     return reference.residual_sum(x, update, gate, projection)
 
 

@@ -51,9 +51,7 @@ def residual_norm_bwd(
         return grads
     from vsa_kernels.residual_norm import triton_residual_norm
 
-    return triton_residual_norm.backward(
-        dtotal, dnorm, total, update, update_bias, gate, weight, bias, mean, rstd
-    )
+    return triton_residual_norm.backward(dtotal, dnorm, total, update, update_bias, gate, weight, bias, mean, rstd)
 
 
 def _backward_like(

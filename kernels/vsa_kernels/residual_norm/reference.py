@@ -24,9 +24,7 @@ def residual_norm(
     return total, (F.layer_norm(wide, wide.shape[-1:], eps=eps) * weight + bias).type_as(x)
 
 
-def residual_sum(
-    x: Tensor, update: Tensor, gate: Tensor | None, projection: tuple[Tensor, Tensor] | None
-) -> Tensor:
+def residual_sum(x: Tensor, update: Tensor, gate: Tensor | None, projection: tuple[Tensor, Tensor] | None) -> Tensor:
     """The sum `[B, L, C]` in x's dtype; arguments as in `api.gated_residual`, without a gate too."""
     if projection is not None:
         update = F.linear(update, *projection)

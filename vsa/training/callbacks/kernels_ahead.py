@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import lightning as L
@@ -12,9 +12,11 @@ import torch
 from torch import nn
 from vsa_kernels.compile_ahead import Compilation, compile_ahead, recorded_launches
 
+from vsa.attention.denoising import DenoisingTopk, Topk
+from vsa.attention.sparsity import SparsitySchedule
 from vsa.models.compute_dtype import compute_in
 from vsa.training.display import never_fatal
-from vsa.training.estimate.job import TRAINING, Job, PlannedNetwork
+from vsa.training.estimate.job import TRAINING, Job, PlannedNetwork, layout_of
 from vsa.training.estimate.run import jobs_of
 from vsa.training.modules.base import DiffusionModule
 
@@ -23,10 +25,10 @@ MOST_PROCESSES = 16
 
 
 class KernelsAhead(L.Callback):
-    """Starts the compilation of the kernels that the first and the last step of a run launch on a GPU.
+    """Starts the compilation of the kernels that a run launches on a GPU in its first and its last step.
 
-    They are found by passes of one block per network on the meta device. A kernel that is not found, or not compiled in
-    time, is compiled at its first launch.
+    They are found by passes of two blocks per network on the meta device. A kernel that is not found, or not compiled
+    in time, is compiled at its first launch.
 
     Args:
         cfg: config of the run.
@@ -38,22 +40,23 @@ class KernelsAhead(L.Callback):
 
     def setup(self, trainer: L.Trainer, pl_module: DiffusionModule, stage: str) -> None:
         device = trainer.strategy.root_device
-        # the ranks of a node share the cache
-        if device.type != "cuda" or trainer.local_rank:
+        if device.type != "cuda":
+            return
+        from triton import knobs
+
+        # the ranks of a node share one cache; torch.compile would give each its own, after the first kernels
+        os.environ.setdefault("TRITON_CACHE_DIR", knobs.cache.dir)
+        if trainer.local_rank:
             return
         with never_fatal("the compilation of kernels ahead of the first step"):
-            from triton import knobs
-
-            # otherwise torch.compile names another folder of its own, after the first kernels are written
-            os.environ.setdefault("TRITON_CACHE_DIR", knobs.cache.dir)
             datamodule: Any = trainer.datamodule  # type: ignore[attr-defined]
             text, ranks = datamodule.text_encoder.max_tokens, trainer.world_size
             jobs = jobs_of(self._cfg, pl_module, datamodule.buckets, text, ranks=ranks)
             # a schedule may end with other kernels, for sparse attention where it began with dense
             steps = [0 if pl_module.resume is None else pl_module.resume.step, max(0, trainer.max_steps - 1)]
-            low = pl_module.compute_dtype(device.type)
+            passes = passes_of(jobs, pl_module.sparsity, steps)
             capability = torch.cuda.get_device_capability(device)
-            launches = launches_of([job for step in steps for _, job in jobs(step)], low, capability)
+            launches = launches_of(passes, pl_module.compute_dtype(device.type), capability)
             processes = min(len(os.sched_getaffinity(0)), MOST_PROCESSES)
             self._compilation = compile_ahead(launches, capability, processes)
 
@@ -61,40 +64,82 @@ class KernelsAhead(L.Callback):
         if self._compilation is not None and self._compilation.ended:
             self._end()
 
+    def on_exception(self, *args: Any, **kwargs: Any) -> None:
+        self._end()
+
     def teardown(self, *args: Any, **kwargs: Any) -> None:
-        if self._compilation is not None:
-            self._end()
+        self._end()
 
     def _end(self) -> None:
         compilation, self._compilation = self._compilation, None
-        assert compilation is not None
+        if compilation is None:
+            return
         with never_fatal("the compilation of kernels ahead of the first step"):
             if compilation.ended:
                 compilation.wait()
         compilation.stop()
 
 
-def launches_of(jobs: Iterable[Job], compute_dtype: torch.dtype | None, capability: tuple[int, int]) -> list[bytes]:
-    """What the networks of a run launch, for `vsa_kernels.compile_ahead`; they keep one block afterwards.
+def passes_of(
+    jobs: Callable[[int], Sequence[tuple[float, Job]]], sparsity: SparsitySchedule, steps: Iterable[int]
+) -> list[tuple[Job, Topk]]:
+    """The passes of some optimizer steps that may launch different kernels: micro-batches, each with a top-k.
 
     Args:
-        jobs: micro-batches of the run.
+        jobs: micro-batches of a step.
+        sparsity: top-k by optimizer step.
+        steps: the optimizer steps.
+    """
+    found: dict[Any, tuple[Job, Topk]] = {}
+    for step in steps:
+        for _, job in jobs(step):
+            network = job.networks[0]
+            tiles, layers = layout_of(network, job.latent_shape).num_video_tiles, len(network.model.blocks)
+            topk = sparsity.topk_per_layer(step, tiles, layers) if network.model.selects else tiles
+            for key, value in _of_one_layer(topk, tiles):
+                found.setdefault((job.latent_shape, key), (job, value))
+    return list(found.values())
+
+
+def _of_one_layer(topk: Topk, tiles: int) -> Iterator[tuple[Any, Topk]]:
+    """Numbers for single layers, with equal keys where kernels are the same."""
+    if isinstance(topk, DenoisingTopk):
+        rows = [row if isinstance(row, int) else row[-1] for row in topk.rows]
+        *ranges, base = rows
+        ranges = [(start, stop, row) for (start, stop, _), row in zip(topk.ranges, ranges, strict=True)]
+        value = replace(topk, base=base, ranges=tuple(ranges), steps=())
+        yield value, value
+        return
+    for number in (topk,) if isinstance(topk, int) else topk:
+        # dense attention, what Triton knows about an integer, and the capacity of lists
+        yield (number >= tiles, number == 1, number % 16, -(-number // 32)), number
+
+
+def launches_of(
+    passes: Iterable[tuple[Job, Topk]], compute_dtype: torch.dtype | None, capability: tuple[int, int]
+) -> list[bytes]:
+    """What the networks of a run launch, for `vsa_kernels.compile_ahead`; they keep two blocks afterwards.
+
+    Args:
+        passes: micro-batches, each with its top-k.
         compute_dtype: dtype that parameters are rounded to.
         capability: compute capability of the GPU.
     """
     with recorded_launches(capability) as launches:
-        for job in jobs:
+        for job, topk in passes:
             for network in job.networks:
-                # attention that reads values of tensors is followed until it does
-                with suppress(NotImplementedError):
-                    _run(network, job, compute_dtype)
+                try:
+                    _run(network, job, topk, compute_dtype)
+                except Exception:
+                    # attention that reads values, or that needs a GPU: what came before it is known
+                    continue
     return launches
 
 
-def _run(network: PlannedNetwork, job: Job, compute_dtype: torch.dtype | None) -> None:
+def _run(network: PlannedNetwork, job: Job, topk: Topk, compute_dtype: torch.dtype | None) -> None:
     model = network.model
-    # all blocks launch the same kernels
-    model.blocks = nn.ModuleList(list(model.blocks)[:1])
+    # the first one may get an input without a gradient, all others launch what the second one does
+    model.blocks = nn.ModuleList(list(model.blocks)[:2])
     if job.sharded and compute_dtype is not None:
         # FSDP2 rounds every parameter that it gathers
         model.to(compute_dtype)
@@ -103,9 +148,8 @@ def _run(network: PlannedNetwork, job: Job, compute_dtype: torch.dtype | None) -
     latents = torch.empty(job.batch, model.in_channels, *job.latent_shape[1:], device="meta")
     timestep = torch.empty(job.batch, device="meta")
     text = torch.empty(job.batch, job.text, model.text_dim, device="meta")
-    for topk in {job.topk} if isinstance(job.topk, int) else set(job.topk):
-        for kind in network.passes:
-            with torch.set_grad_enabled(kind == TRAINING):
-                out = model(latents, timestep, text, topk=topk)
-            if out.requires_grad:
-                out.sum().backward()
+    for kind in network.passes:
+        with torch.set_grad_enabled(kind == TRAINING):
+            out = model(latents, timestep, text, topk=topk)
+        if out.requires_grad:
+            out.sum().backward()
