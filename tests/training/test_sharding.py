@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from safetensors.torch import save_file as library_save_file
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
@@ -50,6 +50,14 @@ def test_sharded_weights_start_as_unsharded_ones(init):
     state = torch.get_rng_state()
     following = torch.rand(4)
 
+    def some(mesh: DeviceMesh | None = None) -> dict[str, torch.Tensor]:
+        """The parameters that are not loaded, where most are."""
+        torch.manual_seed(3)
+        model = build_model(lambda: make_model(init), mesh, ParallelPlan(), initialise=lambda name: "ffn" in name)
+        return {name: whole(p) for name, p in model.named_parameters() if "ffn" in name}
+
+    fresh = some()
+
     def on_rank(rank: int) -> tuple[dict[str, float], bool, float]:
         dist.init_process_group("gloo")
         mesh = init_device_mesh("cpu", (2,))
@@ -58,6 +66,7 @@ def test_sharded_weights_start_as_unsharded_ones(init):
         same_state = torch.equal(torch.get_rng_state(), state) and torch.equal(torch.rand(4), following)
         parameters = dict(model.named_parameters())
         assert all(isinstance(p, DTensor) and p.requires_grad for p in parameters.values())
+        assert all(torch.equal(p, fresh[name]) for name, p in some(mesh).items())
         share = sum(local(p).numel() for p in parameters.values()) / sum(p.numel() for p in expected.values())
         return (
             {n: (whole(p) - expected[n]).abs().max().item() for n, p in parameters.items()},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch._dynamo.backends.debugging import aot_eager
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.training.distillations import DISTILL, GAN, TOLD
 from tests.training.ranks import run_ranks
@@ -22,7 +24,7 @@ from vsa.models.compute_dtype import compute_in
 from vsa.models.recompute import Level
 from vsa.models.sharding import local, whole
 from vsa.models.video_dit import VideoDiT
-from vsa.training.parallel import ParallelPlan, build_model
+from vsa.training.parallel import ParallelPlan, build_model, every_parameter
 
 LEVELS = get_args(Level)
 Result = tuple[list[Tensor], dict[str, Tensor]]
@@ -48,7 +50,7 @@ def make_model(layers: int = 3) -> VideoDiT:
 def start(mesh: DeviceMesh | None = None, level: Level = "none") -> VideoDiT:
     plan = ParallelPlan(activation_checkpointing=level, compute_dtype="bfloat16")
     torch.manual_seed(0)
-    model = build_model(make_model, mesh, plan, initialise=None if mesh else lambda name: True)
+    model = build_model(make_model, mesh, plan, initialise=None if mesh else every_parameter)
     if mesh is not None:
         torch.manual_seed(0)
         values = dict(make_model().named_parameters())
@@ -209,6 +211,38 @@ def test_values_are_drawn_on_the_cpu_for_every_device():
     assert all(p.is_meta for p in [*model.parameters(), *loaded_next.parameters()])
     # no value is drawn where all are loaded
     assert all(p.is_meta for p in models[1].values())
+
+
+class _Drawn(TorchDispatchMode):
+    """Counts random numbers."""
+
+    total = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags and not args[0].is_meta:
+            self.total += args[0].numel()
+        return func(*args, **(kwargs or {}))
+
+
+def test_nothing_is_drawn_for_parameters_that_are_loaded():
+    def built(initialise: Callable[[str], bool]) -> tuple[dict[str, Tensor], int]:
+        torch.manual_seed(3)
+        with _Drawn() as drawn:
+            model = build_model(make_model, None, ParallelPlan(), initialise=initialise)
+        return {name: p.detach() for name, p in model.named_parameters() if initialise(name)}, drawn.total
+
+    def fresh(name: str) -> bool:
+        return "ffn" in name
+
+    values, number = built(fresh)
+    assert number == sum(p.numel() for name, p in values.items() if name.endswith("weight"))
+    assert all(p.any() == name.endswith("weight") for name, p in values.items())
+    again, _ = built(fresh)
+    assert all(torch.equal(p, again[name]) for name, p in values.items())
+    # a control
+    whole_model, most = built(every_parameter)
+    assert most > number
+    assert whole_model.keys() > values.keys()
 
 
 # runs

@@ -87,18 +87,24 @@ def parallelize(model: VideoDiT, mesh: DeviceMesh | None, plan: ParallelPlan, de
         fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
 
 
+def every_parameter(name: str) -> bool:
+    """`initialise` of a new network without initial weights."""
+    return True
+
+
 def build_model(
     make: Callable[[], VideoDiT],
     mesh: DeviceMesh | None,
     plan: ParallelPlan,
     *,
-    initialise: Callable[[str], bool] | None = lambda name: True,
+    initialise: Callable[[str], bool] | None = every_parameter,
 ) -> VideoDiT:
     """The network that `make` builds, prepared by `parallelize`, on the default device or on that of the mesh.
 
     Initial values are drawn on the CPU, so that they are the same on every device. With a mesh, the network is built on
     the meta device, sharded, and filled one parameter at a time, so no rank ever holds the whole model. Weights and
-    random state are bitwise equal to those without a mesh.
+    random state are bitwise equal to those without a mesh. Where most parameters are loaded next, nothing is drawn for
+    them.
 
     Args:
         make: factory of the network.
@@ -106,31 +112,32 @@ def build_model(
         plan: further settings.
         initialise: whether to initialise the parameter of a name (None: none); the others must be loaded next.
     """
-    if mesh is None:
-        return _build_whole(make, plan, torch.get_default_device(), draw=initialise is not None)
-    fills = _Fills()
-    with torch.device("meta"), fills if initialise else nullcontext():
-        model = make()
-    # sharding replaces the parameters
-    parameters = model.named_parameters()
-    values = {name: fills.of(name, p) for name, p in parameters if initialise and initialise(name)}
-    parallelize(model, mesh, plan, mesh.device_type)
+    device_type = torch.get_default_device().type if mesh is None else mesh.device_type
+    if mesh is None and initialise is every_parameter:
+        with torch.device("cpu"):
+            model = make()
+        parallelize(model, None, plan, device_type)
+        with _named_when_too_large(model):
+            # parameters move one by one: the device holds the model once, and the CPU the remaining parameters
+            return model.to(torch.get_default_device())
+    if initialise is None:
+        with without_memory():
+            model = make()
+        values = {}
+    else:
+        fills = _Fills(draws=initialise is every_parameter)
+        with torch.device("meta"), fills:
+            model = make()
+        # sharding replaces the parameters
+        values = {name: fills.of(name, p) for name, p in model.named_parameters() if initialise(name)}
+    parallelize(model, mesh, plan, device_type)
     with _named_when_too_large(model):
-        model.to_empty(device=mesh.device_type)
+        model.to_empty(device=torch.get_default_device() if mesh is None else device_type)
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         for name, value in values.items():
             parameter = model.get_parameter(name)
             local(parameter).copy_(local(place(value(), parameter)))
     return model
-
-
-def _build_whole(make: Callable[[], VideoDiT], plan: ParallelPlan, device: torch.device, *, draw: bool) -> VideoDiT:
-    with torch.device("cpu") if draw else without_memory():
-        model = make()
-    parallelize(model, None, plan, device.type)
-    with _named_when_too_large(model):
-        # parameters move one by one: the device holds the model once, and the CPU the remaining parameters
-        return model.to(device) if draw else model.to_empty(device=device)
 
 
 @contextmanager
@@ -147,13 +154,16 @@ def _named_when_too_large(model: VideoDiT) -> Iterator[None]:
 class _Fills(TorchDispatchMode):
     """Records how tensors on the meta device were last filled.
 
-    Random values are drawn and discarded, so that the random state advances as on a real device.
+    Args:
+        draws: draw random values and discard them, so that the random state advances as on a real device, and every
+            value is that of a real device. Otherwise values are drawn when they are asked for, in that order.
     """
 
     FUNCTIONS = (aten.normal_.default, aten.uniform_.default, aten.fill_.Scalar, aten.zero_.default)
 
-    def __init__(self):
+    def __init__(self, *, draws: bool):
         super().__init__()
+        self._draws = draws
         # by storage, which all views of a parameter share; a reference to the tensor keeps its address from being
         # reused
         self._last: dict[int, tuple[Tensor, Callable[[], Tensor]]] = {}
@@ -164,18 +174,22 @@ class _Fills(TorchDispatchMode):
         if func not in self.FUNCTIONS or not args[0].is_meta:
             return func(*args, **(kwargs or {}))
         tensor: Tensor = args[0]
-        state = torch.get_rng_state()
 
         def fill() -> Tensor:
             return func(self._buffer_for(tensor), *args[1:], **(kwargs or {}))
 
-        def fill_again() -> Tensor:
-            torch.set_rng_state(state)
-            return fill()
+        recorded = fill
+        if self._draws:
+            state = torch.get_rng_state()
 
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            fill()
-        self._last[tensor.untyped_storage()._cdata] = (tensor, fill_again)
+            def fill_again() -> Tensor:
+                torch.set_rng_state(state)
+                return fill()
+
+            recorded = fill_again
+            if torch.Tag.nondeterministic_seeded in func.tags:
+                fill()
+        self._last[tensor.untyped_storage()._cdata] = (tensor, recorded)
         return tensor
 
     def _buffer_for(self, like: Tensor) -> Tensor:
@@ -186,9 +200,9 @@ class _Fills(TorchDispatchMode):
 
     def of(self, name: str, parameter: nn.Parameter) -> Callable[[], Tensor]:
         """Function that returns the value of `parameter` on the CPU, valid until the next value is computed."""
-        tensor, fill_again = self._last[parameter.untyped_storage()._cdata]
+        tensor, recorded = self._last[parameter.untyped_storage()._cdata]
         assert tensor.shape == parameter.shape, name
-        return fill_again
+        return recorded
 
 
 def refuse_shared_parameters(networks: Mapping[str, nn.Module]) -> None:

@@ -34,7 +34,7 @@ from vsa.training.gradients import GradientClipper, refuse_training_free
 from vsa.training.lightning_compat import set_step
 from vsa.training.modules.teacher import Teacher
 from vsa.training.optimizer import AdamW
-from vsa.training.parallel import ParallelPlan, build_model
+from vsa.training.parallel import ParallelPlan, build_model, every_parameter
 from vsa.training.recomputation import Recomputation
 from vsa.training.run_state import (
     LEVEL,
@@ -237,7 +237,9 @@ class DiffusionModule(L.LightningModule):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
             # a checkpoint to resume contains every weight, initial weights all but gates and adapters
-            initialise = None if self.resume is not None else self._starts_fresh
+            initialise = every_parameter if self.init_from is None else _starts_fresh
+            if self.resume is not None:
+                initialise = None
             self.model = build_model(make, self.device_mesh, self._parallel, initialise=initialise)
 
     @property
@@ -255,9 +257,6 @@ class DiffusionModule(L.LightningModule):
             model = self._model_factory()
             self.prepare_model(model)
         return (PlannedNetwork(name="model", model=model, passes={TRAINING: 1.0}, updates=1.0),)
-
-    def _starts_fresh(self, name: str) -> bool:
-        return self.init_from is None or is_gate(name) or ".lora_" in name
 
     def prepare_model(self, model: VideoDiT) -> None:
         """Apply the changes of a job to a new network, before it is sharded."""
@@ -462,3 +461,8 @@ class DiffusionModule(L.LightningModule):
             "latent_mean": self.statistics.mean.tolist(),
             "latent_std": self.statistics.std.tolist(),
         }
+
+
+def _starts_fresh(name: str) -> bool:
+    """Whether a parameter is not among initial weights."""
+    return is_gate(name) or ".lora_" in name
