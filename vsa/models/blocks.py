@@ -217,10 +217,13 @@ class TransformerBlock(nn.Module):
         """The computation of the block, which `VideoDiT.compile_blocks` compiles."""
         level = self.activation_checkpointing if torch.is_grad_enabled() else "none"
         if level == "attention_mlp":
-            return computed_again_without_attention(self._sublayers, x, cond, ctx)
+            # not passed: older versions of torch would compile each layer for its own context
+            return computed_again_without_attention(lambda x, cond: self._sublayers(x, cond, ctx), x, cond)
         mod = self._modulation(cond)
         if level == "attention":
-            states = computed_again_without_attention(self._attentions, x, mod, cond, ctx)
+            states = computed_again_without_attention(
+                lambda x, mod, cond: self._attentions(x, mod, cond, ctx), x, mod, cond
+            )
         else:
             states = self._attentions(x, mod, cond, ctx)
         return self._feed_forward(*states, mod)
