@@ -188,7 +188,10 @@ def _again(job: Job, network: PlannedNetwork) -> float:
     if job.level == "none":
         return 0.0
     blocks = job.linear(network, "blocks.")
-    return blocks - job.linear(network, ".ffn.") if job.level == "attention" else blocks
+    if job.level != "attention":
+        return blocks
+    # the projection of cross-attention belongs to what follows
+    return blocks - job.linear(network, ".attn2.to_out") - job.linear(network, ".ffn.")
 
 
 def _attention(job: Job, network: PlannedNetwork, gpu: Gpu, *, training: bool, twice: bool) -> float:
