@@ -1,21 +1,21 @@
 #!/usr/bin/env bash
 # What a training step, a distillation and a generation take on a GPU; benches compare with a slower definition first.
 # Usage, in the repository root, with the packages of `pip install -e .`:  scripts/gpu_step.sh [--dry-run] [PART...]
-#   PART  tests norm layer step distill denoise profile start start_wan pair ranks; default all. Seconds of an H200, by estimate:
-#         200  30   80    170  200     210     130     130   210       250  500
+#   PART  tests norm layer step distill denoise profile logging start start_wan pair ranks; default all. Seconds of an H200:
+#         250  30   80    75   200     210     130     240     70    110       250  500
 #   --dry-run  says what would run
 #   OUT   folder of PART.json, PART.txt and profiles; default outputs/gpu_step
 # `start` trains the 120M model twice, with an empty, then a warm cache; `start_wan` finetunes Wan-1.3B so from a safetensors
 # folder of random weights (5.7 GB, deleted at the end). `pair` trains one variant of the ablation with the fused elementwise
 # kernels and with torch's operations, on two GPUs at the same time (130 s) if they are there, and compares the losses
-# (pair.json). `ranks` alternates one GPU and all of them three times.
+# (pair.json). `logging` alternates log lines of every step and of every 20th, `ranks` one GPU and all of them, three times.
 # Exit status 1 when a part failed.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 2
 OUT=${OUT:-outputs/gpu_step} dry=0 failed=0
 export PYTHONPATH=${PYTHONPATH:+$PYTHONPATH:}.:kernels PYTHONUNBUFFERED=1
 unset TRITON_INTERPRET
-python=${PYTHON:-python3} all="tests norm layer step distill denoise profile start start_wan pair ranks" parts=()
+python=${PYTHON:-python3} all="tests norm layer step distill denoise profile logging start start_wan pair ranks" parts=()
 for word in "$@"; do
   if [ "$word" = --dry-run ]; then dry=1; continue; fi
   # a word with a space is no part
@@ -48,8 +48,8 @@ train() { # NAME SECONDS SETTINGS...: by the script $program
 bytecode() { # of all modules, as pip leaves it; images of containers often have none, and imports take thrice as long
   unset PYTHONDONTWRITEBYTECODE
   export PYTHONPYCACHEPREFIX=$OUT/bytecode
-  [ -d "$PYTHONPYCACHEPREFIX" ] || run bytecode 120 "$python" -c 'import compileall, sys
-for folder in sys.path[1:]: compileall.compile_dir(folder, maxlevels=20, quiet=2, workers=0)'
+  [ "$dry" = 1 ] || [ -d "$PYTHONPYCACHEPREFIX" ] || "$python" -c 'import compileall, sys
+for folder in sys.path[1:]: compileall.compile_dir(folder, maxlevels=20, quiet=2, workers=0)' >"$OUT/bytecode.txt" 2>&1
 }
 first_step() { # NAME SECONDS SETTINGS...: a few steps with an empty, then with a filled cache
   local name=$1 limit=$2 cache; shift 2
@@ -62,7 +62,6 @@ first_step() { # NAME SECONDS SETTINGS...: a few steps with an empty, then with 
   done
 }
 micro=(experiment=pretrain_120m "data.root=$OUT/latents-120m" data.batch_size=8 trainer.accumulate_grad_batches=1)
-
 for part in "${parts[@]}"; do
   case $part in
     tests) run tests 300 "$python" -m pytest -q -p no:cacheprovider -m "not slow" tests/kernels/test_residual_norm.py \
@@ -80,6 +79,15 @@ for part in "${parts[@]}"; do
       LINES_SHOWN=30 train profile-120m 150 "${micro[@]}" debug=profile
       LINES_SHOWN=30 train profile-wan 180 "${micro[@]}" model=wan_1_3b debug=profile \
         "data.root=$OUT/latents-wan" data.batch_size=1 data.text_encoder.max_tokens=512 ;;
+    logging)
+      latents "$OUT/latents-120m" --count 64
+      for turn in 1 2 3; do
+        for every in 1 20; do
+          train "logging-$turn-every-$every" 90 "${micro[@]}" trainer.max_steps=60 "trainer.log_every_n_steps=$every" \
+            trainer.limit_val_batches=0 callbacks.checkpoint=null
+        done
+      done
+      run logging 30 "$python" scripts/mean_step_seconds.py "$OUT"/runs/logging-*-every-* ;;
     start)
       latents "$OUT/latents-120m" --count 64
       first_step start 120 "${micro[@]}" trainer.max_steps=15 ;;

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from scripts.compare_losses import compare
+from scripts.mean_step_seconds import mean_step_seconds
 from scripts.train_with_reference_ops import use_reference
 from tests.docs.pages import ROOT
 from tests.docs.test_commands import Parsed, composed, only_parse, settings_of  # noqa: F401 (the fixture)
@@ -37,7 +38,7 @@ def test_its_trainings_compose(tmp_path):
     status, commands, _ = dry_run(tmp_path, "--dry-run")
     assert status == 0
     trainings = [words for words in commands if TRAINERS & set(words)]
-    assert len(trainings) == 2 + 2 + 2 + 2 + 3 * 2
+    assert len(trainings) == 2 + 3 * 2 + 2 + 2 + 2 + 3 * 2
     for _, _, *words in trainings:
         cfg = composed(*settings_of(words))
         assert cfg.data.batch_size % (cfg.trainer.accumulate_grad_batches * cfg.trainer.devices) == 0
@@ -47,7 +48,7 @@ def test_its_trainings_compose(tmp_path):
 def test_its_other_commands_parse(tmp_path, only_parse):  # noqa: F811
     _, commands, _ = dry_run(tmp_path, "--dry-run")
     others = [words[1:] for words in commands if not {*TRAINERS, "pytest"} & set(words)]
-    assert len(others) == 5 + 2 + 1 + 2 + 1 + 1
+    assert len(others) == 5 + 2 + 1 + 1 + 1 + 2 + 1 + 1
     for flag, *words in others:
         module, arguments = (words[0], words[1:]) if flag == "-m" else (flag[:-3].replace("/", "."), words)
         with pytest.raises(Parsed):
@@ -69,12 +70,12 @@ def test_the_pair_differs_by_its_operations_alone(gpus, tmp_path):
 
 
 def test_reference_ops_are_asked_for_where_models_call_them(monkeypatch):
-    names = {"residual_norm": embeddings, "linear_gelu": embeddings, "norm_rope": blocks}
+    names = dict.fromkeys(("residual_norm", "gated_residual", "linear_gelu"), embeddings) | {"norm_rope": blocks}
     for name, module in names.items():
         monkeypatch.setattr(module, name, lambda *arguments, backend=None: (arguments, backend))
-    assert [getattr(module, name)("x") for name, module in names.items()] == 3 * [(("x",), None)]
+    assert [getattr(module, name)("x") for name, module in names.items()] == 4 * [(("x",), None)]
     use_reference()
-    assert [getattr(module, name)("x") for name, module in names.items()] == 3 * [(("x",), "reference")]
+    assert [getattr(module, name)("x") for name, module in names.items()] == 4 * [(("x",), "reference")]
 
 
 def test_losses_of_two_runs_are_compared_at_equal_steps(tmp_path):
@@ -89,6 +90,20 @@ def test_losses_of_two_runs_are_compared_at_equal_steps(tmp_path):
     assert result["difference"] == {"train/loss": 0.0, "val/loss": -0.25}
     with pytest.raises(ValueError, match=r"train/loss at different steps, the last ones are \[\[20\], \[10\]\]"):
         compare(first, run("c", "10,3,0.25"))
+
+
+def test_the_cost_of_log_lines_is_a_mean_over_settled_steps(tmp_path):
+    _, (_, *runs, _), _ = dry_run(tmp_path, "--dry-run", "logging")
+    # they differ by the setting, and by their folders
+    assert {tuple(words[3:]) for words in runs} == {tuple(runs[0][3:]), tuple(runs[1][3:])}
+    assert [word for word in runs[1] if word not in runs[0]][1:] == ["trainer.log_every_n_steps=20"]
+    # ten steps of 0.3 s and one of 0.5 after the first ones, and a validation
+    rows = ("step,val/loss,throughput/step_seconds", "20,,9", "30,,0.3", "30,1,", "31,,0.52")
+    (tmp_path / "metrics.csv").write_text("\n".join((*rows, "")))
+    assert mean_step_seconds(tmp_path) == pytest.approx(0.32)
+    (tmp_path / "metrics.csv").write_text("\n".join((*rows[:2], "")))
+    with pytest.raises(ValueError, match="has no log line after step 20"):
+        mean_step_seconds(tmp_path)
 
 
 @pytest.mark.parametrize("part", PARTS)
