@@ -38,7 +38,7 @@ def test_its_trainings_compose(tmp_path):
     status, commands, _ = dry_run(tmp_path, "--dry-run")
     assert status == 0
     trainings = [words for words in commands if TRAINERS & set(words)]
-    assert len(trainings) == 2 + 3 * 2 + 2 + 2 + 2 + 3 * 2
+    assert len(trainings) == 2 + 3 * 2 + 1 + 2 + 2 + 2 + 3 * 2
     for _, _, *words in trainings:
         cfg = composed(*settings_of(words))
         assert cfg.data.batch_size % (cfg.trainer.accumulate_grad_batches * cfg.trainer.devices) == 0
@@ -48,7 +48,7 @@ def test_its_trainings_compose(tmp_path):
 def test_its_other_commands_parse(tmp_path, only_parse):  # noqa: F811
     _, commands, _ = dry_run(tmp_path, "--dry-run")
     others = [words[1:] for words in commands if not {*TRAINERS, "pytest"} & set(words)]
-    assert len(others) == 5 + 2 + 1 + 1 + 1 + 2 + 1 + 1
+    assert len(others) == 5 + 2 + 1 + 1 + 1 + 1 + 2 + 1 + 1
     for flag, *words in others:
         module, arguments = (words[0], words[1:]) if flag == "-m" else (flag[:-3].replace("/", "."), words)
         with pytest.raises(Parsed):
