@@ -187,15 +187,19 @@ def _mark(entries: list[bytes], capability: tuple[int, int]) -> Path:
     return Path(knobs.cache.dir) / f"vsa_kernels-{total.hexdigest()[:16]}"
 
 
-class _Driver:
-    """As much of Triton's driver as compilation asks for; a GPU is never touched."""
+class OfflineDriver:
+    """As much of Triton's driver as compilation asks for; a GPU is never touched.
 
-    def __init__(self, capability: tuple[int, int], launchers: bool) -> None:
+    Args:
+        capability: compute capability of the chip that kernels are compiled for.
+        launchers: compile what calls them too, which needs the library of a GPU's driver.
+    """
+
+    def __init__(self, capability: tuple[int, int], *, launchers: bool = False) -> None:
         from triton.backends.compiler import GPUTarget
         from triton.backends.nvidia.driver import CudaLauncher, CudaUtils
 
         self.launcher_cls = CudaLauncher if launchers else lambda source, metadata: None
-        # Triton compiles these with a C compiler, linked to the library of a GPU's driver
         self.utils = CudaUtils() if launchers else None
         self._target = GPUTarget("cuda", 10 * capability[0] + capability[1], 32)
 
@@ -232,7 +236,7 @@ def main() -> None:
     entries, capability, processes, launchers, mark = pickle.load(sys.stdin.buffer)
     from triton.runtime import driver
 
-    driver.set_active(_Driver(capability, launchers))  # type: ignore[arg-type]
+    driver.set_active(OfflineDriver(capability, launchers=launchers))  # type: ignore[arg-type]
     # until this process ends
     lock = _lock(Path(mark))
     if Path(mark).exists():

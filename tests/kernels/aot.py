@@ -27,9 +27,9 @@ import torch
 import triton
 import vsa_kernels
 from torch import Tensor
-from triton.backends.compiler import GPUTarget
 from vsa_kernels import BlockIndex, Blocks, launch
 from vsa_kernels.block_sparse.mask import BlockMask
+from vsa_kernels.compile_ahead import OfflineDriver
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 SHAPES = ((64, 64), (64, 16), (128, 64), (128, 128), (256, 256))
@@ -63,32 +63,13 @@ class Record:
     mma_sync: bool = False
 
 
-class OfflineDriver:
-    """As much of Triton's driver as compilation asks for."""
-
-    def __init__(self, arch: int) -> None:
-        self.target = GPUTarget("cuda", arch, 32)
-
-    def get_current_target(self) -> GPUTarget:
-        return self.target
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-    def get_active_torch_device(self) -> torch.device:
-        return torch.device("cpu")
-
-
 def install(arch: int) -> list[Any]:
     """Turns every launch of this process into a compilation for `arch`; returns the list that collects them."""
     from triton.runtime.jit import JITFunction
 
     if triton.knobs.runtime.interpret:
         raise SystemExit("kernels are interpreted: unset TRITON_INTERPRET")
-    triton.runtime.driver.set_active(OfflineDriver(arch))  # type: ignore[arg-type]
+    triton.runtime.driver.set_active(OfflineDriver(divmod(arch, 10)))  # type: ignore[arg-type]
     real = launch.capability
 
     def capability(device: torch.device) -> tuple[int, int]:
