@@ -9,7 +9,9 @@ import lightning as L
 import pytest
 import torch
 
+from tests.training.ranks import run_ranks
 from tests.training.test_training import BadGradient
+from vsa.models.sharding import local
 from vsa.training.replay import replay_step
 
 DEVICES = [
@@ -42,6 +44,16 @@ class Watch(L.Callback):
 class Bad(BadGradient):
     """The gradients alone; looking at the average would read the norm."""
 
+    def __init__(self, batches, values=(math.nan,), shard: bool = False):
+        super().__init__(batches, values)
+        self.shard = shard
+
+    def on_after_backward(self, trainer, pl_module):
+        if not self.shard:
+            super().on_after_backward(trainer, pl_module)
+        elif self.batch in self.values:
+            local(pl_module.model.blocks[1].attn1.to_q.weight.grad)[0, 0] = self.values[self.batch]
+
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         pass
 
@@ -63,8 +75,8 @@ def test_a_norm_that_is_read_late_gives_the_same_run(training, train):
     for name, waits in (("late", False), ("at_once", True)):
         runs[name] = watch = Watch(waits)
         train(f"run={name}", "trainer.max_steps=8", callbacks=(Bad((1, 4, 5, 7), (math.nan, math.inf)), watch))
-    # checkpoints of steps 3 and 6 and the log lines of steps 4 and 8 read the norm
-    assert runs["late"].unread == [True, True, False, False, True, False, True, False]
+    # checkpoints of steps 3 and 6 read the norm, and log lines are written later
+    assert runs["late"].unread == [True, True, False, True, True, False, True, True]
     assert runs["at_once"].unread == [False] * 8
     (late, counts), (at_once, counts_at_once) = kept(training, "late"), kept(training, "at_once")
     assert counts == counts_at_once == {"step": 8, "skipped_steps": 4, "skipped_in_row": 1}
@@ -76,6 +88,29 @@ def test_a_norm_that_is_read_late_gives_the_same_run(training, train):
     assert {s: [row.get(n) for n in names] for s, row in rows.items()} == {
         s: [row.get(n) for n in names] for s, row in others.items()
     }
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="forks ranks, which a process that uses a GPU cannot")
+def test_a_norm_that_sharded_ranks_read_late_gives_the_same_run(training):
+    settings = ("trainer=fsdp", "trainer.accelerator=cpu", "trainer.max_steps=5", "callbacks.throughput=null")
+
+    def on_rank(rank: int) -> dict[str, list[bool]]:
+        unread = {}
+        for name, waits in (("late", False), ("at_once", True)):
+            watch = Watch(waits)
+            # a rank whose gradients are finite drops the update as well
+            bad = Bad((1, 3), (math.nan, math.inf), shard=True) if rank == 1 else Bad(())
+            training(*settings, f"run={name}", SELDOM, "callbacks.checkpoint.every_n_steps=3", callbacks=(bad, watch))
+            unread[name] = watch.unread
+        return unread
+
+    late_and_at_once = {"late": [True, True, False, True, True], "at_once": [False] * 5}
+    assert run_ranks(2, on_rank) == [late_and_at_once] * 2
+    (late, counts), (at_once, counts_at_once) = kept(training, "late"), kept(training, "at_once")
+    assert counts == counts_at_once == {"step": 5, "skipped_steps": 2, "skipped_in_row": 0}
+    assert all(torch.equal(late[name], at_once[name]) for name in late)
+    assert {v.item() for (_, n), v in late.items() if n.endswith("/step")} == {3}
+    assert all(value.isfinite().all() for value in late.values())
 
 
 def test_a_dropped_step_alone_leaves_no_trace(training, train):
@@ -107,8 +142,8 @@ class BadLatents(L.Callback):
             batch.latents[0, 0, 0, 0, 0] = math.nan
 
 
-# read by the next update, by the checkpoint after the step, and by its log line
-@pytest.mark.parametrize(("step", "late"), [(1, True), (2, False), (3, False)])
+# read by the next update, by the checkpoint after the step, and by its log line during the next step
+@pytest.mark.parametrize(("step", "late"), [(1, True), (2, False), (3, True)])
 def test_a_step_that_is_dropped_late_is_replayed(training, train, step, late):
     watch = Watch()
     train("trainer.max_steps=5", "trainer.accumulate_grad_batches=2", callbacks=(BadLatents(step), watch))

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from vsa.diffusion.flow_matching import decile
+from vsa.transfer import sent
 
 
 class DecileMeans:
@@ -32,7 +33,7 @@ class DecileMeans:
         """Add values `[B]` at noise levels `[B]`."""
         values = values.detach().double().to(self.table.device)
         valid = values.isfinite() if self._finite_only else torch.ones_like(values, dtype=torch.bool)
-        index = decile(sigmas).to(values.device)
+        index = sent(decile(sigmas), values.device)
         for row, addend in zip(self.table, (values, torch.ones_like(values)), strict=True):
             row.index_add_(0, index, torch.where(valid, addend, 0))
 

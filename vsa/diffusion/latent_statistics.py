@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from vsa.transfer import sent
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LatentStatistics:
@@ -39,4 +41,4 @@ class LatentStatistics:
 
     def _like(self, latents: Tensor) -> tuple[Tensor, Tensor]:
         shape = (1, -1, 1, 1, 1)
-        return self.mean.to(latents.device).view(shape), self.std.to(latents.device).view(shape)
+        return sent(self.mean, latents.device).view(shape), sent(self.std, latents.device).view(shape)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from torch.profiler import record_function
 
 from vsa.models.video_dit import VideoDiT
 from vsa.training.optimizer import ROLES
+from vsa.transfer import Arriving
 
 
 def refuse_training_free(model: VideoDiT, key: str = "attention") -> None:
@@ -35,8 +36,8 @@ class GradientClipper:
     """Clips the gradients of one network, and drops all of them if one is not finite.
 
     A dropped update leaves weights and moments bitwise unchanged. To read the norm, the host waits for the backward,
-    and afterwards the GPU waits for the host. A fused AdamW on one device drops the update by itself, so the host reads
-    the norm later: before the next update, or when `skipped`, `skipped_total` or `state_dict()` is read.
+    and afterwards the GPU waits for the host. A fused AdamW drops the update by itself, so the host reads the norm
+    later: before the next update, or when `skipped`, `skipped_total` or `state_dict()` is read.
 
     Args:
         clip: largest global gradient norm; 0 disables clipping.
@@ -52,7 +53,8 @@ class GradientClipper:
         self.clip, self.max_skipped, self._network, self.waits = clip, max_skipped, network, waits
         self._skipped = False
         self._skipped_total = self._in_row = 0
-        self._unread: _Norm | None = None
+        # of the last update: its norm and its step
+        self._unread: tuple[Arriving, int] | None = None
         self.on_drop: Callable[[int], None] | None = None
 
     @record_function("GradientClipper")
@@ -73,18 +75,17 @@ class GradientClipper:
         grads: dict[str, list[Tensor]] = {}
         for group in optimizer.param_groups:
             grads.setdefault(group["role"], []).extend(p.grad for p in group["params"] if p.grad is not None)
-        norms, sharded = {}, False
+        norms = {}
         for role in filter(grads.get, grads):
             norm = torch.nn.utils.get_total_norm(grads[role])
-            sharded = sharded or isinstance(norm, DTensor)
             norms[role] = norm.full_tensor() if isinstance(norm, DTensor) else norm
         total = torch.linalg.vector_norm(torch.stack(list(norms.values())))
         if self.clip > 0:
             # before the host waits for the norm, since a GPU would wait for the host afterwards
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
             torch.nn.utils.clip_grads_with_norm_(parameters, self.clip, total)
-        self._unread = _Norm.of(total, step)
-        if optimizer.param_groups[0].get("fused") and not sharded and not self.waits:
+        self._unread = Arriving.of(total), step
+        if optimizer.param_groups[0].get("fused") and not self.waits:
             # a fused AdamW does nothing where this is 1, as for gradients scaled to fp16
             optimizer.found_inf = (~total.isfinite()).float()  # type: ignore[attr-defined]
         elif self.skipped:
@@ -112,7 +113,8 @@ class GradientClipper:
         """Read the norm of the last update unless that is done, and count the update if it was dropped."""
         if self._unread is None:
             return
-        (finite, step), self._unread = self._unread.read(), None
+        (norm, step), self._unread = self._unread, None
+        finite = math.isfinite(norm.read().item())
         self._skipped = not finite
         if finite:
             self._in_row = 0
@@ -145,33 +147,3 @@ class GradientClipper:
         """Restore the counters of `state_dict`."""
         self._unread, self._skipped = None, False
         self._skipped_total, self._in_row = state["skipped_steps"], state["skipped_in_row"]
-
-
-class _Norm(NamedTuple):
-    """A gradient norm on its way to the host.
-
-    Attributes:
-        value: scalar, valid on the host once `arrived` is done.
-        arrived: end of the copy; None on a CPU.
-        step: optimizer step that it belongs to.
-    """
-
-    value: Tensor
-    arrived: torch.cuda.Event | None
-    step: int
-
-    @classmethod
-    def of(cls, norm: Tensor, step: int) -> _Norm:
-        """Begin the copy."""
-        if not norm.is_cuda:
-            return cls(norm, None, step)
-        value = norm.to("cpu", non_blocking=True)
-        arrived = torch.cuda.Event()
-        arrived.record()
-        return cls(value, arrived, step)
-
-    def read(self) -> tuple[bool, int]:
-        """Whether the norm is finite, after waiting for it, and its step."""
-        if self.arrived is not None:
-            self.arrived.synchronize()
-        return math.isfinite(self.value.item()), self.step

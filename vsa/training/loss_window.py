@@ -5,14 +5,17 @@ B samples of a micro-batch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
 from vsa.diffusion.decile_means import DecileMeans
+from vsa.transfer import Arriving
 
 
 class LossWindow:
@@ -21,11 +24,11 @@ class LossWindow:
     Non-finite losses are left out, like their updates; a window without a finite step has the loss nan.
 
     Args:
-        strategy: reduces tensors over ranks.
+        device: device of the losses.
     """
 
-    def __init__(self, strategy: Any) -> None:
-        self._strategy = strategy
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._micro_batches: list[Mapping[str, Tensor]] = []
         self._steps: list[Tensor] = []
         self._samples: list[tuple[Tensor, Tensor]] = []
@@ -64,30 +67,45 @@ class LossWindow:
         self._steps.append(torch.stack(sums))
         self._micro_batches.clear()
 
-    def metrics(self) -> dict[str, float]:
-        """Mean of every loss over the steps, and `loss_decile_D` over their samples, of all ranks; collective."""
-        steps, deciles = self._totals()
+    def metrics(self) -> Callable[[], dict[str, float]]:
+        """Sum the losses over all ranks, a collective operation that waits for nothing.
+
+        Returns:
+            function that waits for the means: of every loss over the steps, and `loss_decile_D` over their samples.
+        """
+        return partial(self._means, self._totals())
+
+    def _means(self, totals: Callable[[], tuple[Tensor, DecileMeans]]) -> dict[str, float]:
+        steps, deciles = totals()
         steps = steps[steps.isfinite().all(1)]
         # the mean over zero steps is nan
         means = steps.mean(0)
         return {**dict(zip(self._names, means.tolist(), strict=True)), **deciles.by_decile("loss")}
 
-    def _totals(self) -> tuple[Tensor, DecileMeans]:
-        """float64 `[steps, names]` losses of the steps, and the means by decile, over all ranks."""
-        steps = torch.stack(self._steps).double().cpu() if self._steps else torch.empty(0, len(self._names)).double()
-        deciles = DecileMeans(finite_only=True)
+    def _totals(self) -> Callable[[], tuple[Tensor, DecileMeans]]:
+        """Function that waits for the float64 `[steps, names]` losses and the means by decile, over all ranks."""
+        shape = len(self._steps), len(self._names)
+        steps = torch.stack(self._steps).double().flatten() if self._steps else torch.empty(0, device=self._device)
+        deciles = DecileMeans(self._device, finite_only=True)
         if self._samples:
             deciles.add(*(torch.cat(tensors) for tensors in zip(*self._samples, strict=True)))
-        flat = torch.cat([steps.flatten(), deciles.table.flatten()]).to(self._strategy.root_device)
-        flat = self._strategy.reduce(flat, reduce_op="sum").cpu()
-        steps, table = flat[: steps.numel()].view_as(steps), flat[steps.numel() :].view(2, 10)
-        steps = torch.cat([self._steps_before.view(-1, len(self._names)), steps]) if len(self._steps_before) else steps
+        flat = torch.cat([steps, deciles.table.flatten()])
+        if dist.is_initialized():
+            # Lightning's reduction has a barrier, at which the host waits for the device
+            dist.all_reduce(flat)
+        return partial(self._with_earlier, Arriving.of(flat), shape)
+
+    def _with_earlier(self, arriving: Arriving, shape: tuple[int, int]) -> tuple[Tensor, DecileMeans]:
+        flat, deciles = arriving.read(), DecileMeans(finite_only=True)
+        steps, table = flat[:-20].view(shape), flat[-20:].view(2, 10)
+        if len(self._steps_before):
+            steps = torch.cat([self._steps_before.view(-1, len(self._names)), steps])
         deciles.table = table + self._deciles_before
         return steps, deciles
 
     def state_dict(self) -> dict[str, Any]:
         """The current window, for `state.json`, so that a resumed run logs the same values; a collective operation."""
-        steps, deciles = self._totals()
+        steps, deciles = self._totals()()
         return {"names": self._names, "steps": steps.tolist(), "deciles": deciles.table.tolist()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

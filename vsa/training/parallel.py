@@ -10,6 +10,7 @@ from datetime import timedelta
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -23,6 +24,7 @@ from vsa.models.recompute import Level
 from vsa.models.sharding import local, place
 from vsa.models.video_dit import VideoDiT
 from vsa.settings import AtLeastOne, Positive, checked
+from vsa.training.hosts import connect_hosts
 from vsa.training.lightning_compat import MeshStrategy, stop_watching
 from vsa.training.watch import Timeouts, Watch
 
@@ -233,6 +235,9 @@ class ShardedDataParallel(MeshStrategy):
             the time limit for the ranks to connect.
     """
 
+    hosts: dist.ProcessGroup | None = None
+    """The ranks, for what their hosts agree on while GPUs compute; None: those of all collectives."""
+
     watch: Watch | None = None
     """Watch of the run, which ends this rank if it can only wait."""
 
@@ -266,6 +271,8 @@ class ShardedDataParallel(MeshStrategy):
             ) from error
         if self.watch is not None and self.world_size > 1:
             self.watch.meet(self._timeouts)
+        if self.root_device.type == "cuda" and self.world_size > 1:
+            self.hosts = connect_hosts(timedelta(seconds=max(self._timeouts.step, self._timeouts.first)))
 
     def on_exception(self, exception: BaseException) -> None:
         if self.watch is not None:

@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
+from vsa.training.hosts import hosts_of
+
 STRAGGLER_STEPS = 50
 STRAGGLER_SHARE = 0.2
 
@@ -113,10 +115,11 @@ class RankTimes:
         """Means by rank since the last call; a collective operation, which also reports a straggler."""
         full = len(self._last) == STRAGGLER_STEPS
         own, data = (sum(column) / len(self._steps) for column in zip(*self._steps, strict=True))
-        table = torch.zeros(trainer.world_size, 3, dtype=torch.float64, device=trainer.strategy.root_device)
+        table = torch.zeros(trainer.world_size, 3, dtype=torch.float64, device="cpu")
         row = [own, data, statistics.median(self._last) if full else 0.0]
         table[trainer.global_rank] = table.new_tensor(row)
-        rows = trainer.strategy.reduce(table, reduce_op="sum").tolist()
+        dist.all_reduce(table, group=hosts_of(trainer.strategy))
+        rows = table.tolist()
         self._steps.clear()
         if full:
             self._last.clear()

@@ -115,6 +115,13 @@ class RunStart:
 NEW_RUN = RunStart()
 
 
+def _seconds_when_idle() -> float:
+    """The clock of the host, once the GPU in use has finished its work."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    return perf_counter()
+
+
 @dataclass
 class RunStatus:
     """Shared state of the parts of a run.
@@ -141,13 +148,17 @@ class RunStatus:
 
     @contextmanager
     def paused(self):
-        """Exclude the time within the context, which may be nested, from the measured training time."""
-        start, before = perf_counter(), self.paused_now
+        """Exclude the time within the context, which may be nested, from the measured training time.
+
+        Begins and ends once the device is idle, since steps are timed by its clock.
+        """
+        before = self.paused_now
+        start = 0.0 if before else _seconds_when_idle()
         self.paused_now = True
         yield
         self.paused_now = before
         if not before:
-            self.paused_seconds += perf_counter() - start
+            self.paused_seconds += _seconds_when_idle() - start
 
     def state_dict(self) -> Mapping[str, Any]:
         return {"flops_total": self.flops_total}

@@ -31,6 +31,7 @@ from vsa.training.callbacks.announcement import Announcement
 from vsa.training.callbacks.bad_samples import BadSamples
 from vsa.training.callbacks.checkpoint import Checkpointing
 from vsa.training.callbacks.kernels_ahead import KernelsAhead
+from vsa.training.callbacks.last_lines import LastLines
 from vsa.training.callbacks.missed_validation import MissedValidation
 from vsa.training.callbacks.opening import Opening
 from vsa.training.callbacks.out_of_memory import OutOfMemory
@@ -355,7 +356,7 @@ def _callbacks(cfg: DictConfig, folder: RunFolder, loggers: list[Any]) -> list[L
     """Callbacks by order: opening of the run, changes of its state (0), saving (1), display of the saved state (2)."""
     callbacks = [build(node) for node in cfg.callbacks.values() if node is not None]
     opening = Opening(folder, OmegaConf.to_yaml(OmegaConf.create(resolved(cfg))), loggers, overwrite=_overwrites(cfg))
-    callbacks += [BadSamples(str(cfg.run_dir)), Announcement(cfg), KernelsAhead(cfg), OutOfMemory(cfg)]
+    callbacks += [BadSamples(str(cfg.run_dir)), Announcement(cfg), KernelsAhead(cfg), OutOfMemory(cfg), LastLines()]
     return [opening, *sorted(callbacks, key=lambda callback: getattr(callback, "order", 0)), MissedValidation()]
 
 

@@ -16,6 +16,7 @@ from vsa.data.bad_samples import BadSample, write_drop_list
 from vsa.data.batch import VideoBatch
 from vsa.training.callbacks.checkpoint import Checkpointing
 from vsa.training.display import never_fatal
+from vsa.training.hosts import hosts_of
 from vsa.training.modules.base import DiffusionModule
 
 # number of bad samples that are reported one by one
@@ -50,9 +51,11 @@ class BadSamples(L.Callback):
         self._new: list[tuple[int, BadSample]] = []
         self._told: set[BadSample] = set()
         self._ranks, self._writes = 1, False
+        self._hosts: dist.ProcessGroup | None = None
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         self._ranks, self._writes = trainer.world_size, trainer.is_global_zero
+        self._hosts = hosts_of(trainer.strategy)
 
     def state_dict(self) -> Mapping[str, Any]:
         """The counts of all ranks; a collective operation."""
@@ -111,7 +114,8 @@ class BadSamples(L.Callback):
         self._new = []
         if self._ranks > 1:
             parts: list[Any] = [[]] * self._ranks
-            dist.all_gather_object(parts, [(step, asdict(bad)) for step, bad in new])
+            mine = [(step, asdict(bad)) for step, bad in new]
+            dist.all_gather_object(parts, mine, group=self._hosts)
             new = [(step, BadSample(**bad)) for part in parts for step, bad in part]
         for step, bad in sorted(new, key=lambda each: (each[0], each[1].slot)):
             self._counts[f"{bad.cause}/{bad.shard}"] += 1

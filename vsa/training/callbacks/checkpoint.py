@@ -13,7 +13,6 @@ from types import FrameType
 from typing import Annotated, Any
 
 import lightning as L
-import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from vsa.checkpoints.retention import FEWEST, prune_checkpoints
@@ -25,6 +24,7 @@ from vsa.settings import AtLeastOne, Bound, Count, checked
 from vsa.signals import Handler, StopNow, Stopped, current_handlers, is_foreign, set_handlers
 from vsa.training.background_save import Save, copied
 from vsa.training.deadline import DEADLINE
+from vsa.training.hosts import largest
 from vsa.training.lightning_compat import end_validation, stop_without_validation
 from vsa.training.modules.base import DiffusionModule
 from vsa.training.run_state import RunStatus, parts_of, tensors_of, values_of
@@ -121,9 +121,7 @@ class Checkpointing(L.Callback):
         number = max(self._pending or 0, self._status.received or 0)
         if trainer.is_global_zero and self._status.deadline is not None and not self._complete:
             number = max(number, DEADLINE * self._status.deadline.near())
-        if trainer.world_size > 1:
-            table = torch.tensor(number, device=trainer.strategy.root_device)
-            number = int(trainer.strategy.reduce(table, reduce_op="max"))
+        number = largest(number, trainer)
         self._status.received = number or None
         return number > 0
 
@@ -190,10 +188,8 @@ class Checkpointing(L.Callback):
         parts, together = parts_of(trainer), trainer.world_size > 1
         # collective operations: every rank takes part, even if it cannot write
         state = {**pl_module.record(), **values_of(parts)}
-        if trainer.is_global_zero:
-            # metrics are written before the checkpoint; rows that cannot be written are lost
-            for logger in trainer.loggers:
-                logger.save()
+        # metrics are written before the checkpoint; rows that cannot be written are lost
+        pl_module.save_log()
         # at most one copy in memory
         self.finish(trainer)
         tensors = own_parts(tensors_of(parts), trainer.global_rank, trainer.world_size)
@@ -220,7 +216,7 @@ class Checkpointing(L.Callback):
             last: no other save follows.
         """
         while (save := self._save) is not None:
-            if not wait and trainer.strategy.reduce_boolean_decision(save.is_running, all=False):
+            if not wait and largest(save.is_running, trainer):
                 return
             self._save, failure = None, None
             try:
@@ -254,10 +250,7 @@ class Checkpointing(L.Callback):
         own = _WRITTEN
         if failure is not None:
             own = _NO_ROOM if isinstance(failure, OSError) and failure.errno in NO_ROOM else _FAILED
-        if trainer.world_size == 1:
-            return own
-        table = torch.tensor(own, device=trainer.strategy.root_device)
-        return int(trainer.strategy.reduce(table, reduce_op="max"))
+        return largest(own, trainer)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         # the writer must be done before the run folder is released; the error that ended the run is reported, not its

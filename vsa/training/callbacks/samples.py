@@ -139,9 +139,8 @@ class Samples(L.Callback):
     def on_train_end(self, trainer: L.Trainer, pl_module: Any) -> None:
         if pl_module.status.received is None:
             self._sample(trainer, pl_module)
+        pl_module.save_log()
         if trainer.is_global_zero:
-            for logger in trainer.loggers:
-                logger.save()
             metrics, picture = self.run_dir / "metrics.csv", self.run_dir / "loss.png"
             with never_fatal(str(picture)):
                 # a run that stops early may not have logged these metrics

@@ -1,9 +1,9 @@
-"""Tokens and FLOPs per second, measured with one device synchronisation per log line."""
+"""Tokens and FLOPs per second, by the clock of the device, without waiting for it."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import lightning as L
@@ -15,6 +15,7 @@ from vsa.data.batch import VideoBatch
 from vsa.training.modules.base import DiffusionModule
 from vsa.training.rank_times import CollectiveClock, RankTimes
 from vsa.training.run_state import RunStatus
+from vsa.transfer import Moment
 
 PEAK_BF16_TFLOPS = {
     "H100 PCIe": 756,
@@ -54,7 +55,7 @@ class Throughput(L.Callback):
     _ranks: RankTimes | None = None
 
     def on_train_start(self, trainer: L.Trainer, pl_module: DiffusionModule) -> None:
-        self._restart(pl_module.status)
+        self._restart(Moment(pl_module.device), pl_module.status)
         if trainer.world_size > 1:
             self._clock = CollectiveClock().__enter__()
             self._ranks = RankTimes(self._clock, lambda: time.perf_counter() - pl_module.status.paused_seconds)
@@ -77,9 +78,8 @@ class Throughput(L.Callback):
         if self._ranks is not None:
             self._ranks.computed()
 
-    def _restart(self, status: RunStatus) -> None:
-        # subtracting the paused seconds gives a clock that stops during pauses
-        self._started = time.perf_counter() - status.paused_seconds
+    def _restart(self, now: Moment, status: RunStatus) -> None:
+        self._started, self._paused_before = now, status.paused_seconds
         self._steps = self._tokens = 0
         self._executed = self._dense = 0.0
 
@@ -114,26 +114,38 @@ class Throughput(L.Callback):
         pl_module.status.flops_total += flops.executed * batch.num_slots
         if not pl_module.logs_this_step(step):
             return
-        if pl_module.device.type == "cuda":
-            torch.cuda.synchronize(pl_module.device)
-        seconds = max(time.perf_counter() - pl_module.status.paused_seconds - self._started, 1e-9)
+        now, peak = Moment(pl_module.device), peak_tflops(pl_module.device)
+        pl_module.log_step(self._speeds(now, pl_module.status, peak, trainer.world_size), step)
         tiles = layout.num_video_tiles
         metrics = {
-            "throughput/step_seconds": seconds / self._steps,
-            "throughput/tokens_per_second": self._tokens / seconds,
-            "throughput/tflops_executed": self._executed / seconds / 1e12,
-            "throughput/tflops_dense_equivalent": self._dense / seconds / 1e12,
             "throughput/flops_total": pl_module.status.flops_total,
             **sparsity_metrics(topk if model.selects else tiles * computed_share(model, layout), tiles),
         }
         if self._ranks is not None:
             metrics |= self._ranks.metrics(trainer)
-        peak = peak_tflops(pl_module.device)
         if peak is not None:
-            metrics["throughput/mfu"] = self._executed / seconds / 1e12 / peak / trainer.world_size
             metrics["throughput/memory_gib"] = torch.cuda.max_memory_allocated(pl_module.device) / 2**30
         pl_module.log_step(metrics, step)
-        self._restart(pl_module.status)
+        self._restart(now, pl_module.status)
+
+    def _speeds(self, now: Moment, status: RunStatus, peak: float | None, ranks: int) -> Callable[[], dict[str, float]]:
+        """Function that waits until the device has done the steps counted `now`, for their times."""
+        started, paused = self._started, status.paused_seconds - self._paused_before
+        steps, tokens, executed, dense = self._steps, self._tokens, self._executed, self._dense
+
+        def speeds() -> dict[str, float]:
+            seconds = max(now.seconds_since(started) - paused, 1e-9)
+            metrics = {
+                "throughput/step_seconds": seconds / steps,
+                "throughput/tokens_per_second": tokens / seconds,
+                "throughput/tflops_executed": executed / seconds / 1e12,
+                "throughput/tflops_dense_equivalent": dense / seconds / 1e12,
+            }
+            if peak is not None:
+                metrics["throughput/mfu"] = executed / seconds / 1e12 / peak / ranks
+            return metrics
+
+        return speeds
 
 
 def computed_share(model: Any, layout: TileLayout) -> float:

@@ -32,6 +32,7 @@ from vsa.settings import Count, NonNegative, checked
 from vsa.training.estimate.job import TRAINING, PlannedNetwork
 from vsa.training.gradients import GradientClipper, refuse_training_free
 from vsa.training.lightning_compat import set_step
+from vsa.training.log_lines import LogLines, Metrics
 from vsa.training.modules.teacher import Teacher
 from vsa.training.optimizer import AdamW
 from vsa.training.parallel import ParallelPlan, build_model, every_parameter
@@ -131,6 +132,7 @@ class DiffusionModule(L.LightningModule):
         self.status = RunStatus()
         # shares of the loss of the current step on this rank: a scalar per micro-batch and network
         self.step_losses: list[Tensor] = []
+        self._log_lines = LogLines()
         self._config, self._micro_batches = start.config, start.micro_batches
         self._changes = list(start.changes)
         self._flops: dict[Any, FlopCount] = {}
@@ -300,6 +302,8 @@ class DiffusionModule(L.LightningModule):
         for optimizer in self.trainer.optimizers:
             optimizer.zero_grad(set_to_none=True)
             optimizer.state.clear()
+        # of steps that are undone
+        self._log_lines.drop()
         load_values(parts_of(self.trainer), self.record(), checkpoint)
         load_tensors(parts_of(self.trainer), checkpoint)
         self.set_step(checkpoint.step)
@@ -355,11 +359,18 @@ class DiffusionModule(L.LightningModule):
         self._optim.set_lr(self.raw_optimizer, self.global_step)
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        # of the last step, which the device has ended while the host prepared this one
+        self.write_log()
         self.updating = True
         norms = self.clipper(optimizer, self.global_step)
         if self.logs_this_step(self.global_step + 1):
-            grad_norms = {f"grad_norm/{name}": norm for name, norm in norms.items()}
-            self.log_step({**grad_norms, "skipped_steps": self.clipper.skipped_total}, self.global_step + 1)
+            self.log_step({f"grad_norm/{name}": norm for name, norm in norms.items()}, self.global_step + 1)
+            self.log_step(lambda: {"skipped_steps": self.clipper.skipped_total}, self.global_step + 1)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        # what follows the last step shows its metrics
+        if self.global_step == self.trainer.max_steps:
+            self.write_log()
 
     @property
     def clippers(self) -> Mapping[str, GradientClipper]:
@@ -419,21 +430,32 @@ class DiffusionModule(L.LightningModule):
         trainer: Any = self.trainer
         return step % trainer.log_every_n_steps == 0 or step == trainer.max_steps
 
-    def log_step(self, metrics: Mapping[str, Tensor | float], step: int) -> None:
-        """Log metrics of a completed optimizer step.
+    def log_step(self, metrics: Metrics, step: int) -> None:
+        """Log metrics of a completed optimizer step; nothing waits for the device until `write_log`."""
+        self._log_lines.add(metrics, step)
 
-        Reading them waits for the device.
-        """
-        values = {name: float(value) for name, value in metrics.items()}
-        if self.trainer.is_global_zero:
-            for logger in self.trainer.loggers:
-                logger.log_metrics(values, step)
+    def write_log(self) -> None:
+        """Give the loggers all metrics of `log_step`, after waiting for them."""
+        self._log_lines.write(self.trainer.loggers if self.trainer.is_global_zero else ())
 
-    def on_validation_end(self) -> None:
-        # a resumed run does not repeat this validation, so a kill must not lose its metrics
+    def save_log(self) -> None:
+        """Let the loggers write all metrics of `log_step` to their files."""
+        self.write_log()
         if self.trainer.is_global_zero:
             for logger in self.trainer.loggers:
                 logger.save()
+
+    def show(self, name: str, value: Tensor | float) -> None:
+        """Show a value beside the progress bar."""
+        # every redraw of the bar would wait for the device to read a tensor there
+        self.log(name, torch.tensor(float(value), device="cpu"), prog_bar=True, logger=False)
+
+    def on_validation_end(self) -> None:
+        # a resumed run does not repeat this validation, so a kill must not lose its metrics
+        self.save_log()
+
+    def on_train_end(self) -> None:
+        self.write_log()
 
     def draw_curves(self, metrics_csv: Path, path: Path, title: str) -> None:
         """Draw the curves of the run as a PNG."""

@@ -344,13 +344,17 @@ class DistillModule(DiffusionModule):
 
     # metrics
 
+    def on_train_batch_end(self, outputs: Any, batch: VideoBatch, batch_idx: int) -> None:
+        # an iteration waits for the device several times, so that nothing is gained by waiting for the next one
+        self.write_log()
+
     def _log_window(self) -> None:
         generator, critic = self.trainer.optimizers
         metrics = self._window.metrics(self.trainer.strategy)
         for label, name in (("loss", "fake_score/loss"), ("gap", "dmd/gap")):
             # missing if the generator had no update or every value was non-finite
             if name in metrics:
-                self.log(label, metrics[name], prog_bar=True, logger=False)
+                self.show(label, metrics[name])
         self.log_step(
             {
                 **metrics,

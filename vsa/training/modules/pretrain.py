@@ -5,7 +5,8 @@ B samples of a micro-batch, C T H W latent dims.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,8 @@ class PretrainModule(DiffusionModule):
         self._rows = ValidationRows()
 
     def setup(self, stage: str) -> None:
-        self._window = LossWindow(self.trainer.strategy)
+        # the module is on the device later
+        self._window = LossWindow(self.trainer.strategy.root_device)
         data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
         # training and validation use the noise of the samples' own seeds
         data.noise_ahead = True
@@ -84,7 +86,7 @@ class PretrainModule(DiffusionModule):
 
     def go_back(self, checkpoint: Checkpoint) -> None:
         # drop the losses of undone steps
-        self._window = LossWindow(self.trainer.strategy)
+        self._window = LossWindow(self.device)
         super().go_back(checkpoint)
 
     def repeat_step(self, level: Level) -> None:
@@ -101,15 +103,19 @@ class PretrainModule(DiffusionModule):
         step = self.global_step + 1
         self._window.end_step()
         if self.logs_this_step(step):
-            losses = self._window.metrics()
-            self._window = LossWindow(self.trainer.strategy)
-            self._shown_loss = losses["loss"]
-            metrics = {f"train/{name}": value for name, value in losses.items()}
-            self.log_step({**metrics, "lr": self.raw_optimizer.param_groups[0]["lr"]}, step)
+            losses, self._window = self._window.metrics(), LossWindow(self.device)
+            self.log_step(partial(self._losses, losses), step)
+            self.log_step({"lr": self.raw_optimizer.param_groups[0]["lr"]}, step)
+
+    def _losses(self, arriving: Callable[[], dict[str, float]]) -> dict[str, float]:
+        losses = arriving()
+        self._shown_loss = losses["loss"]
+        return {f"train/{name}": value for name, value in losses.items()}
 
     def on_train_batch_end(self, outputs: Any, batch: VideoBatch, batch_idx: int) -> None:
+        super().on_train_batch_end(outputs, batch, batch_idx)
         if self._shown_loss is not None:
-            self.log("loss", self._shown_loss, prog_bar=True, logger=False)
+            self.show("loss", self._shown_loss)
             self._shown_loss = None
         if self.global_step == self.trainer.max_steps:
             # runs are compared by their final validation

@@ -1,0 +1,16 @@
+"""The metrics of the last step of a run that ends with an error."""
+
+from __future__ import annotations
+
+import lightning as L
+
+from vsa.training.display import never_fatal
+from vsa.training.modules.base import DiffusionModule
+
+
+class LastLines(L.Callback):
+    """Writes the metrics that wait for the next step, which an error has prevented."""
+
+    def on_exception(self, trainer: L.Trainer, pl_module: DiffusionModule, exception: BaseException) -> None:
+        with never_fatal("the last line of metrics"):
+            pl_module.write_log()
