@@ -22,18 +22,37 @@ def test_on_the_cpu_nothing_is_copied():
     assert not memory.is_pinned()
 
 
+def test_elements_that_share_memory_are_sent(monkeypatch):
+    def pin_memory(x):
+        # what torch does, in memory of the same strides
+        return torch.empty_strided(x.shape, x.stride()).copy_(x)
+
+    sent_to = []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
+    monkeypatch.setattr(
+        torch.Tensor, "to", lambda x, device, non_blocking: (sent_to.append((device, non_blocking)), x)[1]
+    )
+    one = torch.tensor(3.0)
+    assert sent(one.expand(4), "cuda").tolist() == [3, 3, 3, 3]
+    assert sent_to == [("cuda", True)]
+    # the control
+    with pytest.raises(RuntimeError, match="more than one element"):
+        one.expand(4).pin_memory()
+
+
 @needs_gpu
 def test_a_gpu_gets_the_same_values_without_a_wait():
     expected = torch.arange(1000.0)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        copies = [sent(x, "cuda") for x in (expected, expected[::2], staging((1000,), "cuda").copy_(expected))]
+        sources = (expected, expected[::2], staging((1000,), "cuda").copy_(expected), expected[7].expand(5))
+        copies = [sent(x, "cuda") for x in sources]
         # the control: other memory waits
         with pytest.raises(RuntimeError):
             expected.to("cuda")
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    for x, there in zip((expected, expected[::2], expected), copies, strict=True):
+    for x, there in zip(sources, copies, strict=True):
         assert there.is_cuda
         assert torch.equal(there.cpu(), x)
 

@@ -16,7 +16,8 @@ def sent(x: Tensor, device: torch.device | str) -> Tensor:
     """
     if x.device.type != "cpu" or torch.device(device).type != "cuda":
         return x.to(device)
-    return x.pin_memory().to(device, non_blocking=True)
+    # page-locked memory has the strides of its source, and elements that share memory cannot be written
+    return x.contiguous().pin_memory().to(device, non_blocking=True)
 
 
 def staging(size: tuple[int, ...], device: torch.device | str) -> Tensor:

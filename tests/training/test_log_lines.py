@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import time
 import warnings
-from datetime import timedelta
+from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 
 import lightning as L
 import pytest
 import torch
-import torch.distributed as dist
 
-import vsa.training.hosts as hosts_module
-from tests.training.ranks import run_ranks
+import vsa.training.run_state as run_state
+import vsa.transfer as transfer
 from vsa.training.callbacks.last_lines import LastLines
-from vsa.training.hosts import connect_hosts, largest
 from vsa.training.log_lines import LogLines
 from vsa.training.metrics_csv import MetricsCSV
+from vsa.training.run_state import RunStatus
+from vsa.transfer import Moment
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -115,31 +117,61 @@ def test_a_run_that_fails_writes_its_last_line(training, monkeypatch, writes):
     assert all(row["train/loss"] and row["skipped_steps"] and row["throughput/step_seconds"] for row in rows.values())
 
 
-def test_hosts_agree_without_the_default_group(monkeypatch):
-    def agree(rank: int) -> list[int]:
-        dist.init_process_group("gloo")
-        group = connect_hosts(timedelta(seconds=60))
-        with monkeypatch.context() as patch:
-            reduce = dist.all_reduce
-            patch.setattr(dist, "all_reduce", lambda *a, group, **k: (used.append(group), reduce(*a, group=group, **k)))
-            used = []
-            trainer = SimpleNamespace(world_size=2, strategy=SimpleNamespace(hosts=group))
-            values = [largest(value, trainer) for value in (rank, 7 - rank, rank == 1)]
-        assert used == [group] * 3
-        return values
-
-    assert run_ranks(2, agree) == [[1, 7, 1]] * 2
-    # one process asks nobody
-    assert largest(5, SimpleNamespace(world_size=1)) == 5
+def test_the_last_lines_of_one_rank_ask_no_other():
+    for world in (1, 2):
+        dumps: list[int] = []
+        clipper = SimpleNamespace(on_drop=dumps.append)
+        # reads the norm of a step that was dropped
+        module = SimpleNamespace(clippers={"model": clipper}, write_log=lambda it=clipper: it.on_drop and it.on_drop(3))
+        LastLines().on_exception(SimpleNamespace(world_size=world), module, RuntimeError())
+        assert dumps == ([3] if world == 1 else [])
 
 
-def test_hosts_that_cannot_connect_are_told_what_to_set(monkeypatch):
-    def fail(**_):
-        raise RuntimeError("no interface\nlong trace")
+class Pauses(L.Callback):
+    """Lets an hour pass after every step, within a pause or not, and keeps what the file holds after a validation."""
 
-    monkeypatch.setattr(hosts_module.dist, "new_group", fail)
-    with pytest.raises(ConnectionError, match=r"cannot connect \(no interface\): GLOO_SOCKET_IFNAME names"):
-        connect_hosts(timedelta(seconds=1))
+    def __init__(self, clock: list[float], within: bool):
+        self.clock, self.within, self.files = clock, within, []
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        self.files.append((Path(trainer.default_root_dir) / "metrics.csv").read_text())
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        with pl_module.status.paused() if self.within else nullcontext():
+            self.clock[0] += 3600
+
+
+@pytest.mark.parametrize("within", [True, False], ids=["pauses", "control"])
+def test_times_of_steps_are_without_pauses(training, monkeypatch, within):
+    clock = [0.0]
+    for module in (transfer, run_state):
+        monkeypatch.setattr(module, "perf_counter", lambda: clock[0] + time.perf_counter())
+    callback = Pauses(clock, within)
+    trainer = training("trainer.val_check_interval=2", "callbacks.checkpoint=null", callbacks=(callback,))
+    seconds = [float(row["throughput/step_seconds"]) for row in training.metrics().values()]
+    assert len(seconds) == 4
+    assert all(second < 1800 for second in seconds) == within, seconds
+    # a kill after a validation does not lose it
+    step_2 = callback.files[2].splitlines()
+    assert step_2[-1].startswith("2,")
+    assert (
+        dict(zip(step_2[0].split(","), step_2[-1].split(","), strict=True))["val/loss"]
+        == training.metrics()[2]["val/loss"]
+    )
+    # the bar ends with the last loss, which no redraw reads from a device
+    shown = trainer.progress_bar_metrics["loss"]
+    assert shown == pytest.approx(float(training.metrics()[4]["train/loss"]), rel=1e-6)
+
+
+@needs_gpu
+def test_a_pause_begins_when_the_gpu_is_idle():
+    status, device = RunStatus(), torch.device("cuda")
+    first = Moment(device)
+    # about a quarter of a second
+    torch.cuda._sleep(500_000_000)
+    with status.paused():
+        torch.cuda.synchronize()
+    assert Moment(device).seconds_since(first) - status.paused_seconds > 0.1
 
 
 class Synchronisations(L.Callback):

@@ -224,6 +224,9 @@ def test_waiting_for_data_is_told_from_work_and_pauses_from_both():
             # a log line
             passes(1000)
             times.waits()
+            # what the ranks agree on
+            passes(500)
+            clock.seconds += 500
     assert times._steps == [(2.0, 2.0)] * 2
 
 

@@ -13,14 +13,28 @@ import lightning as L
 import torch
 import torch.distributed as dist
 
+CONNECT = timedelta(minutes=1)
+"""Time limit for hosts to connect, whose ranks have met before."""
 
-def connect_hosts(timeout: timedelta) -> dist.ProcessGroup:
+
+def connect_hosts(device: torch.device, timeout: timedelta) -> dist.ProcessGroup | None:
     """Connect the ranks without their GPUs; a collective operation.
 
+    Args:
+        device: device of the rank; ranks on CPUs are connected already.
+        timeout: time limit of a collective of the group.
+
+    Returns:
+        the group; None: the default group.
+
     Raises:
-        ConnectionError: they have no common network, or it was not found.
+        ConnectionError: they have no common network, or it was not found within a minute.
     """
+    if device.type == "cpu":
+        return None
     try:
+        # the time limit of a group is also that of its connection
+        dist.destroy_process_group(dist.new_group(backend="gloo", timeout=min(timeout, CONNECT)))
         group: Any = dist.new_group(backend="gloo", timeout=timeout)
     except RuntimeError as error:
         reason = str(error).partition("\n")[0]

@@ -78,8 +78,13 @@ def validate_now(trainer: L.Trainer) -> None:
 
 
 def keep_signals(trainer: L.Trainer) -> None:
-    """Keep the current signal handlers: Lightning's handler of SIGTERM would wait for the other ranks."""
+    """Keep the current signal handlers: Lightning's handler of SIGTERM would wait for the other ranks.
+
+    With several ranks, Lightning also tells all of them before every micro-batch that it has received none, for which
+    the host waits until its GPU is idle.
+    """
     trainer._signal_connector.register_signal_handlers = lambda: None
+    trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
 
 
 def tear_down_unread_data(trainer: L.Trainer) -> None:

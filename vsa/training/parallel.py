@@ -271,8 +271,10 @@ class ShardedDataParallel(MeshStrategy):
             ) from error
         if self.watch is not None and self.world_size > 1:
             self.watch.meet(self._timeouts)
-        if self.root_device.type == "cuda" and self.world_size > 1:
-            self.hosts = connect_hosts(timedelta(seconds=max(self._timeouts.step, self._timeouts.first)))
+        if self.world_size > 1:
+            self.hosts = connect_hosts(
+                self.root_device, timedelta(seconds=max(self._timeouts.step, self._timeouts.first))
+            )
 
     def on_exception(self, exception: BaseException) -> None:
         if self.watch is not None:

@@ -79,6 +79,7 @@ class RankTimes:
     def __init__(self, clock: CollectiveClock, now: Callable[[], float]):
         self._clock, self._now = clock, now
         self._fetching: float | None = now()
+        self._waited_before = clock.seconds
         self._began: float | None = None
         self._waited = 0.0
         self._data = self._own = 0.0
@@ -90,7 +91,7 @@ class RankTimes:
         """Record that the micro-batch has arrived."""
         self._began, self._waited = self._now(), self._clock.seconds
         if self._fetching is not None:
-            self._data += self._began - self._fetching
+            self._data += self._began - self._fetching - (self._waited - self._waited_before)
             self._fetching = None
 
     def computed(self) -> None:
@@ -109,7 +110,7 @@ class RankTimes:
 
     def waits(self) -> None:
         """Record the start of fetching the next micro-batch."""
-        self._fetching = self._now()
+        self._fetching, self._waited_before = self._now(), self._clock.seconds
 
     def metrics(self, trainer: L.Trainer) -> dict[str, float]:
         """Means by rank since the last call; a collective operation, which also reports a straggler."""

@@ -12,5 +12,9 @@ class LastLines(L.Callback):
     """Writes the metrics that wait for the next step, which an error has prevented."""
 
     def on_exception(self, trainer: L.Trainer, pl_module: DiffusionModule, exception: BaseException) -> None:
+        if trainer.world_size > 1:
+            for clipper in pl_module.clippers.values():
+                # a dump of the step is collective, and the other ranks may have no error
+                clipper.on_drop = None
         with never_fatal("the last line of metrics"):
             pl_module.write_log()
