@@ -34,7 +34,8 @@ def connect_hosts(device: torch.device, timeout: timedelta) -> dist.ProcessGroup
         return None
     try:
         # the time limit of a group is also that of its connection
-        dist.destroy_process_group(dist.new_group(backend="gloo", timeout=min(timeout, CONNECT)))
+        connected: Any = dist.new_group(backend="gloo", timeout=min(timeout, CONNECT))
+        dist.destroy_process_group(connected)
         group: Any = dist.new_group(backend="gloo", timeout=timeout)
     except RuntimeError as error:
         reason = str(error).partition("\n")[0]
