@@ -9,7 +9,8 @@
 # folder of random weights (5.7 GB, deleted at the end). `pair` trains one variant of the ablation with the fused elementwise
 # kernels and with torch's operations, on two GPUs at the same time (130 s) if they are there, and compares the losses
 # (pair.json). `full` trains the 120M model while another program holds the memory that it needs by the estimate: the step that
-# does not fit is made again at another level of activation checkpointing. `logging` alternates log lines of every step and of every 20th, `ranks` one GPU and all of them, three times.
+# does not fit is made again at another level of activation checkpointing. `logging` alternates log lines of every step and of
+# every 20th, `ranks` one GPU and all of them, three times.
 # Exit status 1 when a part failed.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 2

@@ -77,6 +77,8 @@ def test_moments_of_the_cpu_are_those_of_the_host():
 def test_a_gpu_is_asked_for_values_and_times_that_it_has_not_reached():
     device = torch.device("cuda")
     x = torch.zeros(3, device=device)
+    # the first page-locked memory may be taken only when the GPU is idle
+    Arriving.of(x).read()
     first = Moment(device)
     # about a quarter of a second
     torch.cuda._sleep(500_000_000)

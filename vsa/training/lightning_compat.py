@@ -80,8 +80,8 @@ def validate_now(trainer: L.Trainer) -> None:
 def keep_signals(trainer: L.Trainer) -> None:
     """Keep the current signal handlers: Lightning's handler of SIGTERM would wait for the other ranks.
 
-    With several ranks, Lightning also tells all of them before every micro-batch that it has received none, for which
-    the host waits until its GPU is idle.
+    With several ranks, rank 0 would also tell the others before every micro-batch whether that handler has received a
+    signal, and all hosts would wait until their GPUs are idle.
     """
     trainer._signal_connector.register_signal_handlers = lambda: None
     trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
