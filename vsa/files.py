@@ -1,17 +1,33 @@
-"""Atomic writes: a file or folder gets its final name only when it is complete; errors of a full disk."""
+"""Atomic writes: a file or folder gets its final name only when it is complete; errors of a full disk. Bounded reads of
+text, JSON, YAML and CSV, whose errors name the file."""
 
 from __future__ import annotations
 
+import csv
 import hashlib
+import io
+import json
 import os
 import secrets
 import shutil
-from collections.abc import Iterator
+import stat
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TextIO
+from typing import Any, BinaryIO, TextIO, get_args
 
 from vsa.errors import NO_ROOM
+
+LIMIT, CSV_LIMIT, YAML_LIMIT = 1 << 26, 1 << 30, 1 << 23
+"""Most bytes of a text or JSON file, a table and a YAML file, far above those of real ones."""
+
+MAX_DEPTH, MAX_DIGITS = 64, 40
+"""Most levels of a JSON file and most digits of its integers."""
+
+MAX_VALUES, MAX_LEVELS = 100_000, 30
+"""Most values and levels of a YAML file, with every alias expanded."""
+
+_KINDS = {dict: "an object", list: "a list", str: "a text", int: "an integer", float: "a number", bool: "true or false"}
 
 
 class DiskFullError(OSError):
@@ -161,6 +177,237 @@ def flush_to_disk(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def open_regular(path: str | Path, *, inside: Path | None = None) -> BinaryIO:
+    """Open a regular file for reading, without ever waiting for its other end.
+
+    Args:
+        path: the file; links are followed.
+        inside: folder in which the file must lie after all links are followed.
+
+    Raises:
+        ValueError: a folder, pipe, socket or device, or a file outside of `inside`.
+        OSError: the file is missing or not readable.
+    """
+    real = os.path.realpath(path)
+    if inside is not None and not Path(real).is_relative_to(os.path.realpath(inside)):
+        raise ValueError(f"{path} leads out of {inside} to {real}")
+    # opening a pipe would wait for its writer; what links led to may not be replaced by a link in the meantime
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC | (os.O_NOFOLLOW if inside else 0)
+    descriptor = os.open(real if inside else path, flags)
+    mode = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(mode):
+        return os.fdopen(descriptor, "rb")
+    os.close(descriptor)
+    raise ValueError(f"{path} is {'a folder' if stat.S_ISDIR(mode) else 'a pipe or device'}, expected a file")
+
+
+def read_bytes(path: str | Path, *, limit: int = LIMIT, inside: Path | None = None) -> bytes:
+    """The content of a regular file of at most `limit` bytes; errors as in `open_regular`."""
+    with open_regular(path, inside=inside) as file:
+        content = file.read(limit + 1)
+    if len(content) > limit:
+        raise ValueError(f"{path} has more than {_size(limit)}")
+    return content
+
+
+def read_text(path: str | Path, *, limit: int = LIMIT, inside: Path | None = None) -> str:
+    """The text of a file in UTF-8 as in `read_bytes`, without a byte order mark and with `\\n` as end of lines."""
+    return _text(read_bytes(path, limit=limit, inside=inside), path)
+
+
+def _text(content: bytes, name: object) -> str:
+    if b"\0" in content:
+        raise ValueError(f"{name} is damaged: it contains NUL bytes")
+    try:
+        return content.decode("utf-8-sig").replace("\r\n", "\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{name} is not text in UTF-8: {error.reason} at byte {error.start}") from None
+
+
+def parse_json(text: str | bytes, name: object, kind: Any = dict) -> Any:
+    """The value of a JSON text.
+
+    Args:
+        text: the text.
+        name: what errors call it, such as the path of its file.
+        kind: its expected type; see `check_kind`.
+
+    Raises:
+        ValueError: the text is no JSON, too deep, or its values are of another type.
+    """
+    text = _text(text, name) if isinstance(text, bytes) else text
+    try:
+        value = json.loads(text, parse_int=_integer, object_pairs_hook=_object)
+    except RecursionError:
+        raise ValueError(f"{name} is nested more than {MAX_DEPTH} levels deep") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{name} does not parse: {error}") from None
+    except ValueError as error:
+        raise ValueError(f"{name} {error}") from None
+    # a text that the parser takes may still be too deep for those who write it again
+    level, depth = [value] if type(value) in (dict, list) else [], 0
+    while level:
+        level = [x for y in level for x in (y.values() if type(y) is dict else y) if type(x) in (dict, list)]
+        depth += 1
+        if depth > MAX_DEPTH:
+            raise ValueError(f"{name} is nested more than {MAX_DEPTH} levels deep")
+    check_kind(value, kind, name)
+    return value
+
+
+def _integer(digits: str) -> int:
+    if len(digits) > MAX_DIGITS:
+        raise ValueError(f"has an integer of {len(digits)} digits")
+    return int(digits)
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"has the key {shown(next(name for name in names if names.count(name) > 1))} twice")
+    return value
+
+
+def read_json(path: str | Path, *, kind: Any = dict, limit: int = LIMIT, inside: Path | None = None) -> Any:
+    """The value in a JSON file; arguments and errors as in `read_bytes` and `parse_json`."""
+    return parse_json(read_bytes(path, limit=limit, inside=inside), path, kind)
+
+
+def check_kind(value: Any, kind: Any, name: object, key: str = "") -> None:
+    """Refuse a value of another type than expected.
+
+    Args:
+        value: a parsed value.
+        kind: a type, a union, `[kind]` for a list of such items, or a dict with the kind of each key, in which `str` as
+            key stands for all keys and a `?` at the end marks a key that may be missing. `float` includes integers,
+            `object` is any value.
+        name: what errors call the value's file.
+        key: the value's place in it.
+
+    Raises:
+        ValueError: names file, key and value.
+    """
+    outer: Any = type(kind) if isinstance(kind, (dict, list)) else kind
+    accepted = outer | int if outer is float else outer
+    if not isinstance(value, accepted) or (isinstance(value, bool) and outer in (int, float)):
+        expected = " or ".join(_KINDS.get(one, "null") for one in get_args(outer) or (outer,))
+        raise ValueError(f"{name} {f'has {key}=' if key else 'holds '}{shown(value)}, expected {expected}")
+    items: Any = value
+    parts: Any = kind
+    if outer is list and parts is not list:
+        for place, item in enumerate(items):
+            check_kind(item, parts[0], name, f"{key}[{place}]")
+    elif outer is dict and parts is not dict:
+        for part, inner in parts.items():
+            for part_name in items if part is str else [part.removesuffix("?")]:
+                if part_name in items:
+                    check_kind(items[part_name], inner, name, f"{key}.{part_name}" if key else str(part_name))
+                elif not part.endswith("?"):
+                    raise ValueError(f"{name} lacks {f'{key}.' if key else ''}{part_name}")
+
+
+def read_yaml(path: str | Path, *, kind: Any = dict, limit: int = YAML_LIMIT, inside: Path | None = None) -> Any:
+    """The value in a YAML file of plain data; arguments and errors as in `read_bytes` and `parse_json`."""
+    import yaml
+
+    text = read_text(path, limit=limit, inside=inside)
+    check_yaml(text, path)
+    try:
+        # the C parser needs a tenth of the time
+        value = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    # a constructor raises errors of its own, of a date without such a day for example
+    except (yaml.YAMLError, ValueError, TypeError, OverflowError) as error:
+        raise ValueError(f"{path} does not parse: {' '.join(str(error).split())}") from None
+    check_kind(value, kind, path)
+    return value
+
+
+def check_yaml(text: str, name: object) -> None:
+    """Refuse a text with more values or levels than any config has, before a parser expands its aliases.
+
+    Raises:
+        ValueError: the text is no YAML, or too large; names `name`.
+    """
+    import yaml
+
+    # number of values of each open collection, with its anchor; the first entry is for the file
+    levels: list[tuple[str | None, int]] = [(None, 0)]
+    sizes: dict[str | None, int] = {}
+    try:
+        for event in yaml.parse(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
+            if isinstance(event, yaml.CollectionStartEvent):
+                levels.append((event.anchor, 1))
+                if len(levels) > MAX_LEVELS:
+                    raise ValueError(f"{name} is nested more than {MAX_LEVELS} levels deep")
+                continue
+            added = 1 if isinstance(event, yaml.ScalarEvent) else 0
+            if isinstance(event, yaml.AliasEvent):
+                if event.anchor in (anchor for anchor, _ in levels):
+                    raise ValueError(f"{name}: *{event.anchor} contains itself")
+                added = sizes.get(event.anchor, 1)
+            elif isinstance(event, yaml.CollectionEndEvent):
+                anchor, added = levels.pop()
+                sizes[anchor] = added
+            levels[-1] = levels[-1][0], levels[-1][1] + added
+            if levels[-1][1] > MAX_VALUES:
+                raise ValueError(f"{name} has more than {MAX_VALUES} values, its aliases written out")
+    except yaml.YAMLError as error:
+        raise ValueError(f"{name} does not parse: {' '.join(str(error).split())}") from None
+
+
+def read_csv(
+    path: str | Path, columns: Collection[str] = (), *, growing: bool = False, limit: int = CSV_LIMIT
+) -> tuple[list[str], list[dict[str, str]]]:
+    """Columns and rows of a table with a header.
+
+    Args:
+        path: CSV file.
+        columns: names that the header must have.
+        growing: a process may be writing the file: rows that a kill has cut are left out.
+        limit: most bytes.
+
+    Raises:
+        ValueError: the file is damaged, lacks a column, or has a row of another length than its header.
+        OSError: the file is missing or not readable.
+    """
+    lines = list(io.StringIO(read_text(path, limit=limit)))
+    if growing and lines and not lines[-1].endswith("\n"):
+        del lines[-1]
+    rows = []
+    reader = csv.reader(lines, strict=True)
+    try:
+        header = next(reader, [])
+        for row in reader:
+            if len(row) == len(header):
+                rows.append(dict(zip(header, row, strict=True)))
+            elif row and not growing:
+                raise ValueError(f"{path}: line {reader.line_num} has {len(row)} cells, expected {len(header)}")
+    except csv.Error as error:
+        raise ValueError(f"{path} is damaged in line {reader.line_num}: {error}") from None
+    if missing := [name for name in columns if name not in header]:
+        raise ValueError(f"{path} has no column {missing[0]}, it has {', '.join(header) or 'none'}")
+    return header, rows
+
+
+def shown(value: Any) -> str:
+    """A value for a message: its beginning, in one line."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def inner_name(name: Any, where: object) -> str:
+    """A name of a file that stands in another file, which may lead nowhere but below that file's folder.
+
+    Raises:
+        ValueError: it is no text, absolute, has `..` or a control character; names `where` and the value.
+    """
+    parts = name.split("/") if isinstance(name, str) else [".."]
+    if {"", ".", ".."} & set(parts) or any(ord(letter) < 32 for letter in name):
+        raise ValueError(f"{where} names {shown(name)}, expected a relative path without .. in the same folder")
+    return name
 
 
 def whole_lines(file: TextIO) -> Iterator[str]:

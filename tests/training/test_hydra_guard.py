@@ -244,7 +244,7 @@ ALIASES = "a: &a [1]\n" + "\n".join(f"{y}: &{y} [{', '.join(9 * ['*' + x])}]" fo
     ("content", "message"),
     [
         ("a: !!python/object/apply:os.system [touch proof]", "could not determine a constructor for the tag"),
-        ("a: \x00", "characters are not allowed"),
+        ("a: \x00", "contains NUL bytes"),
         ("a: " + 31 * "[" + 31 * "]", "is nested more than 30 levels deep"),
         # deep enough to end the parser in C, and the process with it; PyYAML 6.0.4 has a limit of its own
         ("a: " + 300_000 * "[", "is nested more than 30 levels deep|exceeded maximum nesting depth"),

@@ -27,6 +27,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from vsa.files import YAML_LIMIT, check_yaml, read_text
 from vsa.secrets import masked
 
 TARGETS = {
@@ -76,9 +77,6 @@ LOG_CLASSES = ("logging.StreamHandler", "logging.FileHandler", "logging.Formatte
 LOG_STREAMS = ("ext://sys.stdout", "ext://sys.stderr")
 SETTING = re.compile(r"(?!hydra\.)\w+(\.\w+)+=")
 """An override of one option within a group."""
-
-MAX_VALUES, MAX_LEVELS = 100_000, 30
-"""Limits of a config file, with every alias expanded."""
 
 OUTPUT_DIR = "${hydra.runtime.output_dir}/"
 """Set by Hydra only when a job starts."""
@@ -225,7 +223,8 @@ class _CheckedRepository(ConfigRepository):
             source = self._find_object_source(config_path=config_path, object_type=ObjectType.CONFIG)
             # Hydra loads the class of this source twice, so isinstance would be False
             if source is not None and source.scheme() == "file":
-                _check_size(Path(source.path, source._normalize_file_name(config_path)))
+                path = Path(source.path, source._normalize_file_name(config_path))
+                check_yaml(read_text(path, limit=YAML_LIMIT), f"config file {path}")
             return super().load_config(config_path)
         except (yaml.YAMLError, UnicodeError) as error:
             raise ValueError(f"config file {config_path} cannot be read: {error}") from error
@@ -236,31 +235,6 @@ class _CheckedRepository(ConfigRepository):
             if "://" in path and not path.startswith(("file://", "structured://")) and not PACKAGES.match(path):
                 raise ValueError(f"{path} is not allowed in hydra.searchpath: expected folders, or packages of vsa")
         super().initialize_sources(config_search_path)
-
-
-def _check_size(path: Path) -> None:
-    """Refuse a file with more values or levels than any config has, before a parser expands it."""
-    # number of values of each open collection, with its anchor; the first entry is for the file
-    levels: list[tuple[str | None, int]] = [(None, 0)]
-    sizes: dict[str | None, int] = {}
-    # the C parser needs a tenth of the time
-    for event in yaml.parse(path.read_text(encoding="utf-8"), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
-        if isinstance(event, yaml.CollectionStartEvent):
-            levels.append((event.anchor, 1))
-            if len(levels) > MAX_LEVELS:
-                raise ValueError(f"config file {path} is nested more than {MAX_LEVELS} levels deep")
-            continue
-        added = 1 if isinstance(event, yaml.ScalarEvent) else 0
-        if isinstance(event, yaml.AliasEvent):
-            if event.anchor in (anchor for anchor, _ in levels):
-                raise ValueError(f"config file {path}: *{event.anchor} contains itself")
-            added = sizes.get(event.anchor, 1)
-        elif isinstance(event, yaml.CollectionEndEvent):
-            anchor, added = levels.pop()
-            sizes[anchor] = added
-        levels[-1] = levels[-1][0], levels[-1][1] + added
-        if levels[-1][1] > MAX_VALUES:
-            raise ValueError(f"config file {path} has more than {MAX_VALUES} values, its aliases written out")
 
 
 class SweepFolder:
