@@ -429,6 +429,10 @@ def _values(name: str, at: tuple, value: int):
     return change
 
 
+def _bounds(most: int | None, least: int | None):
+    return lambda c: replace(c, index=replace(c.index, max_blocks=most, min_blocks=least))
+
+
 def _offsets(values: list[int]):
     return lambda c: replace(c, kv_blocks=replace(c.kv_blocks, offsets=torch.tensor(values, dtype=torch.int32)))
 
@@ -441,6 +445,11 @@ def _offsets(values: list[int]):
         (_values("kv_indices", (0, 1, 2, 0), -1), "got -1 .. "),
         (_values("kv_indices", (1, 0, 1, 1), 0), r"must ascend in a row, got 0 then 0 in row \[1, 0, 1\]"),
         (_values("kv_num_blocks", (0, 0, 0), 7), "kv_num_blocks must be in 0 .. 6, got .* 7"),
+        (_bounds(6, 6), None),
+        (_bounds(7, None), "max_blocks must be in 6 .. 6, as kv_num_blocks runs from 6 to 6, got 7"),
+        (_bounds(1, 1), "max_blocks must be in 6 .. 6, .* got 1"),
+        (_bounds(6, 7), "min_blocks must be in 0 .. 6, .* got 7"),
+        (_bounds(None, -1), "min_blocks must be in 0 .. 6, .* got -1"),
         (_offsets([0, 7, 9, 8, 21, 27, 31]), "kv_blocks.offsets must ascend, got 9 then 8 at block 2"),
         (_offsets([0, 7, 9, 20, 21, 27, 30]), "kv_blocks.offsets must run from 0 to 31, got 0 to 30"),
         (_offsets([0, 6, 9, 20, 21, 27, 31]), None),
@@ -464,6 +473,24 @@ def test_values_of_fine_masks_are_checked():
     block_sparse_attn(case.q, case.k, case.v, case.index, kv_valid=case.kv_valid, **mask)
     with pytest.raises(ValueError, match="kv_valid must be between"):
         block_sparse_attn(case.q, case.k, case.v, case.index, kv_valid=case.kv_valid + 9, **mask)
+    index = case.index
+    assert index.mask_ids is not None
+    assert index.mask_bits is not None
+    for broken, message in (
+        (replace(index, mask_ids=index.mask_ids + len(index.mask_bits)), "mask_ids must be in 0 .. "),
+        (replace(index, mask_ids=index.mask_ids - len(index.mask_bits)), "mask_ids must be in 0 .. "),
+        (replace(index, kv_num_full_blocks=index.kv_num_blocks + 1), "kv_num_full_blocks must"),
+        (replace(index, kv_num_full_blocks=(index.kv_num_blocks + 1).clamp(max=6)), "kv_num_full_blocks must"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            block_sparse_attn(case.q, case.k, case.v, broken, **mask)
+
+
+def test_wrong_bounds_are_wrong_numbers_without_the_check():
+    """What the check is for: the backends trust the bounds."""
+    case = make_case(**RAGGED, density=1.0)
+    wrong = _bounds(1, 1)(case)
+    assert not torch.allclose(run(wrong, "gather")["out"], run(case, "gather")["out"], atol=0.1)
 
 
 def test_a_named_backend_is_never_replaced():

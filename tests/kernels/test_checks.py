@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -9,10 +11,22 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from vsa_kernels import BlockIndex, Blocks, block_mean_pool, block_sparse_attn, select_topk
+from vsa_kernels import (
+    BlockIndex,
+    Blocks,
+    TileGroups,
+    block_mean_pool,
+    block_sparse_attn,
+    gathered_attn,
+    mean_scores,
+    select_topk,
+    skipping_attn,
+)
 from vsa_kernels.coarse_fine import coarse_attn, coarse_fine_attn
 from vsa_kernels.coarse_fine.op import coarse_fine_bwd, coarse_fine_fwd
 from vsa_kernels.dispatch import BLOCK_SPARSE_BACKENDS
+
+from vsa.attention.stats import tile_mass
 
 
 def backends(device: torch.device) -> tuple[str, ...]:
@@ -109,6 +123,49 @@ def test_an_empty_batch_launches_nothing(device):
     assert [tuple(s.shape) for s in saved_tensors[3:6]] == [(0, 2, 2), (0, 2, 2, 2), (0, 2, 2)]
     grads = coarse_fine_bwd(x, *saved_tensors, *arguments)
     assert [tuple(g.shape) for g in grads] == [(0, 6, 2, 16)] * 5
+
+
+def skip(x: Tensor, blocks: Blocks, scale: float | None, **backend: Any) -> Any:
+    index = BlockIndex.from_dense(torch.ones(1, 1, 2, 2, dtype=torch.bool, device=x.device))
+    thresholds = torch.zeros(2, device=x.device)
+    return skipping_attn(
+        x, x, x, index, q_blocks=blocks, kv_blocks=blocks, thresholds=thresholds, scale=scale, **backend
+    )
+
+
+def gathered(x: Tensor, blocks: Blocks, scale: float | None, **backend: Any) -> Any:
+    lists = torch.tensor([0, 1], dtype=torch.int32, device=x.device).expand(2, 2, 1, 2)
+    groups = TileGroups(members=lists, kv_indices=lists, kv_num_blocks=2 * torch.ones_like(lists[..., 0]))
+    return gathered_attn(x, x, x, groups, q_blocks=blocks, kv_blocks=blocks, scale=scale, **backend)
+
+
+SCALED: dict[str, Callable[..., Any]] = {
+    "block_sparse": lambda x, blocks, scale, **backend: block_sparse_attn(
+        *(x, x, x, BlockIndex.from_dense(torch.ones(1, 1, 2, 2, dtype=torch.bool, device=x.device))),
+        **dict(q_blocks=blocks, kv_blocks=blocks, scale=scale, **backend),
+    ),
+    "coarse_fine": lambda x, blocks, scale, **backend: coarse_fine_attn(
+        x, x, x, x, x, q_blocks=blocks, kv_blocks=blocks, topk=1, scale=scale, **backend
+    ),
+    "coarse": lambda x, blocks, scale: coarse_attn(x, x, x, q_blocks=blocks, kv_blocks=blocks, scale=scale),
+    "skipping": skip,
+    "gathered": gathered,
+    "mean_scores": lambda x, blocks, scale, **backend: mean_scores(x, x, scale=scale, **backend),
+    "tile_mass": lambda x, blocks, scale: tile_mass(x, x, torch.arange(6), blocks, scale),
+}
+
+
+@pytest.mark.parametrize("name", SCALED)
+@pytest.mark.parametrize("scale", [math.nan, math.inf, -math.inf, 1e300])
+def test_a_scale_that_is_not_finite(name, scale, device):
+    """`gather` made finite numbers of a NaN: it came out of the softmax as a row of zeros."""
+    blocks, x = Blocks.from_sizes([4, 2], device), torch.randn(2, 6, 2, 16, device=device)
+    named = backends(device) if name in ("block_sparse", "coarse_fine") else ("reference",)
+    for backend in [{}] if name in ("coarse", "tile_mass") else [{"backend": backend} for backend in named]:
+        for good in (None, 0.0, 2.0):
+            SCALED[name](x, blocks, good, **backend)
+        with pytest.raises(ValueError, match=f"scale must be finite, got {re.escape(str(scale))}"):
+            SCALED[name](x, blocks, scale, **backend)
 
 
 def offsets(change: Callable[[Tensor], Tensor]) -> Callable[[Blocks], Blocks]:

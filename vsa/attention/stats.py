@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from vsa_kernels import BlockIndex, Blocks
+from vsa_kernels.checks import check_scale
 
 CHUNK_LOGITS = 1 << 25
 """Number of logits that `dense_weights` holds at a time: 128 MiB in fp32."""
@@ -62,7 +63,7 @@ def tile_mass(q: Tensor, k: Tensor, tokens: Tensor, kv_blocks: Blocks, scale: fl
 def dense_weights(q: Tensor, k: Tensor, tokens: Tensor, scale: float | None = None) -> Iterator[tuple[Tensor, Tensor]]:
     """Chunks of the query tokens with their dense attention weights `[B, H, n, S]`, exact in fp32; see `tile_mass`."""
     batch, _, heads, dim = q.shape
-    factor: float = dim**-0.5 if scale is None else scale
+    factor = check_scale(scale, dim)
     # [B, Hkv, D, S]
     keys = k.float().permute(0, 2, 3, 1).contiguous()
     groups = (heads // k.shape[2], -1)

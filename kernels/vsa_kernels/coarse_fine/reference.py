@@ -16,6 +16,7 @@ from torch import Tensor
 
 from vsa_kernels.block_index import BlockIndex, Blocks, token_places
 from vsa_kernels.block_sparse import block_sparse_attn
+from vsa_kernels.checks import check_scale
 from vsa_kernels.modes import lowered, without_autocast
 from vsa_kernels.pooling import block_mean_pool
 from vsa_kernels.selection import select_topk
@@ -98,7 +99,7 @@ def coarse_attn(
     q_mean, k_mean, v_mean = (
         block_mean_pool(x, blocks).transpose(1, 2) for x, blocks in ((q, q_blocks), (k, kv_blocks), (v, kv_blocks))
     )
-    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    scale = check_scale(1 / math.sqrt(q.shape[-1]) if scale is None else scale, q.shape[-1])
     if (group := q.shape[2] // k.shape[2]) > 1:
         k_mean, v_mean = k_mean.repeat_interleave(group, dim=1), v_mean.repeat_interleave(group, dim=1)
     # the means, and the scores that rank the blocks, are fp32 whatever the dtype of the tokens

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from vsa_kernels.block_index import BlockIndex
-from vsa_kernels.checks import check_allowed, check_device, check_qkv
+from vsa_kernels.checks import check_allowed, check_device, check_qkv, check_scale
 from vsa_kernels.dispatch import resolve_plain
 from vsa_kernels.selection.op import (
     MAX_COLUMNS,
@@ -141,8 +141,7 @@ def mean_scores(
     if q_mean.dtype not in (torch.float32, torch.float64):
         raise ValueError(f"means must be float32 or float64, got {q_mean.dtype}")
     resolved_backend = resolve_plain(backend, q_mean.device, q_mean.dtype, q_mean.shape[3])
-    factor = q_mean.shape[3] ** -0.5 if scale is None else scale
-    return mean_scores_op(q_mean.detach(), k_mean.detach(), factor, half, resolved_backend)
+    return mean_scores_op(q_mean.detach(), k_mean.detach(), check_scale(scale, q_mean.shape[3]), half, resolved_backend)
 
 
 def _check_scores(scores: Tensor) -> None:
