@@ -3,15 +3,18 @@ from __future__ import annotations
 import struct
 import zlib
 from pathlib import Path
+from typing import Any
 
+import av
 import numpy as np
 import pytest
 import torch
+from av.stream import Disposition
 from PIL import Image
 
 from vsa.data import video_files
 from vsa.data.toy_videos import render_clip
-from vsa.data.video_files import read_image, read_video, write_gif, write_video
+from vsa.data.video_files import probe_video, read_image, read_video, write_gif, write_video
 from vsa.files import atomic_file
 
 
@@ -57,6 +60,41 @@ def test_resampling_takes_the_newest_frame_of_every_instant(tmp_path: Path, stor
 def test_first_frames_only(tmp_path: Path) -> None:
     write_video(tmp_path / "a.mp4", numbered(9), fps=8)
     assert frame_numbers(read_video(tmp_path / "a.mp4", frames=4)[0]) == [0, 1, 2, 3]
+
+
+def write_tracks(path: Path, tracks: list[torch.Tensor], codec: str, **dispositions: int) -> None:
+    """A file with several video streams, each uint8 `[T, H, W, 3]`; dispositions by name, with the stream's place."""
+    with av.open(str(path), mode="w") as container:
+        streams: list[Any] = []
+        for place, video in enumerate(tracks):
+            stream: Any = container.add_stream("mjpeg" if len(video) == 1 else codec, rate=8)
+            stream.height, stream.width = video.shape[1:3]
+            stream.pix_fmt = "yuvj420p" if len(video) == 1 else "yuv420p"
+            for name, at in dispositions.items():
+                if at == place:
+                    stream.disposition = Disposition[name]
+            streams.append(stream)
+        for stream, video in zip(streams, tracks, strict=True):
+            for frame in video.numpy():
+                container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
+            container.mux(stream.encode())
+
+
+@pytest.mark.parametrize("name", ["a.mp4", "a.mov", "a.mkv"])
+@pytest.mark.parametrize("dispositions", [{}, {"attached_pic": 0}, {"default": 0}], ids=str)
+def test_a_still_before_the_video_is_not_the_video(tmp_path: Path, name: str, dispositions: dict[str, int]) -> None:
+    still, video = numbered(1, 32, 48) + 200, numbered(6)
+    write_tracks(tmp_path / name, [still, video], "libx264", **dispositions)
+    assert probe_video(tmp_path / name)[1:] == (16, 16)
+    assert frame_numbers(read_video(tmp_path / name)[0]) == [0, 1, 2, 3, 4, 5]
+    assert frame_numbers(read_video(tmp_path / name, frames=2, fps=4)[0]) == [0, 2]
+
+
+def test_of_several_videos_the_first_is_taken_and_a_lone_still_is_one_frame(tmp_path: Path) -> None:
+    write_tracks(tmp_path / "two.mkv", [numbered(3), numbered(6)], "libx264")
+    assert frame_numbers(read_video(tmp_path / "two.mkv")[0]) == [0, 1, 2]
+    write_tracks(tmp_path / "stills.mkv", [numbered(1), numbered(1)], "libx264")
+    assert frame_numbers(read_video(tmp_path / "stills.mkv")[0]) == [0]
 
 
 def test_images(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections import Counter
 from collections.abc import Iterator
 from fractions import Fraction
 from pathlib import Path
@@ -158,14 +159,14 @@ def _frames(video: Tensor) -> np.ndarray:
 
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[tuple[InputContainer, VideoStream]]:
-    """The container of a video file and its first video stream; errors of the block name the file too."""
+    """The container of a video file and its first moving picture; errors of the block name the file too."""
     if not path.is_file():
         raise ValueError(f"no such video: {path}")
     try:
         with av.open(str(path), metadata_errors="replace") as container:
             if not container.streams.video:
                 raise ValueError(f"cannot decode video {path}: it has no video stream")
-            stream = container.streams.video[0]
+            stream = container.streams.video[0 if len(container.streams.video) == 1 else _moving(path)]
             if stream.codec_context is None:
                 raise ValueError(f"cannot decode video {path}: no decoder for its video stream")
             if stream.width * stream.height > MAX_PIXELS:
@@ -176,6 +177,18 @@ def _opened(path: Path) -> Iterator[tuple[InputContainer, VideoStream]]:
     except (av.FFmpegError, OSError, MemoryError, OverflowError, UnicodeDecodeError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ValueError(f"cannot decode video {path}: {reason}") from error
+
+
+def _moving(path: Path) -> int:
+    """Place of the first video stream with more than one picture, so no cover; 0 if there is none."""
+    pictures: Counter[int] = Counter()
+    with av.open(str(path), metadata_errors="replace") as container:
+        places = [stream.index for stream in container.streams.video]
+        for packet in container.demux(video=[*range(len(places))]):
+            pictures[packet.stream_index] += packet.size > 0
+            if pictures[places[0]] > 1:
+                break
+    return next((place for place, index in enumerate(places) if pictures[index] > 1), 0)
 
 
 @contextlib.contextmanager
