@@ -50,6 +50,18 @@ def one_line_errors(*extra: type[Exception], traceback: bool | None = None) -> I
         raise SystemExit(130) from None
 
 
+def told_together(*checks: Callable[[], None]) -> None:
+    """Run all checks; what they refuse is one ValueError, so that nobody meets one problem a start."""
+    problems: dict[str, None] = {}
+    for check in checks:
+        try:
+            check()
+        except ValueError as error:
+            problems[str(error)] = None
+    if problems:
+        raise ValueError("; ".join(problems))
+
+
 def usable_device(name: str | None, *, rank: int = 0) -> str:
     """Name of an available device; ValueError for a device that cannot be used.
 

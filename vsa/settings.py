@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import inspect
 import operator
+import re
 import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
@@ -202,3 +203,17 @@ def refusal(key: str, value: Any, hint: Any) -> str:
 
 def _is(origin: Any, kind: type) -> bool:
     return isinstance(origin, type) and issubclass(origin, kind)
+
+
+# read as this text without quotes
+_PLAIN_VALUE = re.compile(r"(?!(?:null|true|false|nan|inf)$)(?:[a-z/]|\.\.?/)[\w./-]*", re.ASCII | re.IGNORECASE)
+
+
+def key_value(key: str, value: object) -> str:
+    """`key=value` as a word of a command line that is read back as this text, whatever characters it has."""
+    text = str(value)
+    if _PLAIN_VALUE.fullmatch(text):
+        return f"{key}={text}"
+    text = re.sub(r"(\\*)\$\{", r"\1\1\\${", text)
+    text = re.sub(r"(\\*)(?='|$)", r"\1\1", text).replace("'", r"\'")
+    return f"{key}='{text}'"

@@ -50,8 +50,9 @@ def test_lists_problems(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert sum(line.startswith("left out ") for line in output) == 30
     assert output[-2] == f"2 samples in {tmp_path / 'out'}, 30 left out"
     assert output[-1] == (
-        f"to train on them: vsa train data=folder data.root={tmp_path / 'out'} data.codec.channels=24 "
-        "model.in_channels=24 model.out_channels=24 data.text_encoder.dim=8 model.text_dim=8"
+        f"to train on them: vsa train experiment=own_videos data.root={tmp_path / 'out'} data.videos={spoilt} "
+        "'tile_thw=[1,1,1]' sparsity.sparsity=0.5 data.codec.channels=24 model.in_channels=24 model.out_channels=24 "
+        "data.text_encoder.dim=8 model.text_dim=8"
     )
 
 
@@ -69,7 +70,12 @@ def test_encodes_with_a_wan_pipeline(tmp_path: Path, capsys: pytest.CaptureFixtu
     output = capsys.readouterr().out
     assert "left out 2.mp4: video" in output
     assert "2 samples in" in output
-    assert output.endswith(f"vsa train data=wan data.root={tmp_path / 's'} data.codec.source={folder}\n")
+    assert output.endswith(
+        f"vsa train experiment=finetune_wan_1_3b model=from_checkpoint data.root={tmp_path / 's'} "
+        f"data.videos={tmp_path / 'v'} data.codec.source={folder} init_from={folder} trainer=default "
+        "trainer.accumulate_grad_batches=64 trainer.val_check_interval=12800 'tile_thw=[1,1,1]' sparsity=constant "
+        "sparsity.sparsity=0.5\n"
+    )
     # a trained codec is not measured
     assert "dB" not in output
     reader = LatentReader(tmp_path / "s")

@@ -219,9 +219,9 @@ class PretrainedWeights(WeightSource):
             theirs, ours = (video_dit_arguments(config) for config in (self.config, transformer_config(model)))
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
-        for key, value in theirs.items():
-            if value != ours[key]:
-                raise ValueError(f"{path} has {key}={value}, the model has {ours[key]}")
+        other = [f"{key}={value}, the model has {ours[key]}" for key, value in theirs.items() if value != ours[key]]
+        if other:
+            raise ValueError(f"{path} has {'; '.join(other)}; model=from_checkpoint takes the sizes of init_from")
         sparse = self._described
         if sparse is not None and (odd := set(sparse.gate_keys) ^ {name for name in self if is_gate(name)}):
             raise ValueError(
@@ -321,6 +321,10 @@ def refuse_other_sizes(model: VideoDiT, checkpoint: Checkpoint) -> None:
         "absolute_positions": model.absolute_positions,
     }
     theirs_by_key = checkpoint.state.get("config", {}).get("model", {})
-    for key, value in ours_by_key.items():
-        if theirs_by_key.get(key, value) != value:
-            raise ValueError(f"{checkpoint.path} has model.{key}={theirs_by_key[key]}, the model has {value}")
+    other = [
+        f"model.{key}={theirs_by_key[key]}, the model has {value}"
+        for key, value in ours_by_key.items()
+        if theirs_by_key.get(key, value) != value
+    ]
+    if other:
+        raise ValueError(f"{checkpoint.path} has {'; '.join(other)}")

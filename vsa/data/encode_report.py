@@ -45,9 +45,17 @@ def encode_and_tell(
     for name, reason in report.skipped:
         print(f"left out {name}: {reason}")
     if world_size == 1:
-        print(LatentReader(out).index.summary())
+        index = LatentReader(out).index
+        print(index.summary())
     elif report.complete:
         print("every part is done: run the command once more without --rank and --world-size")
     print(f"{report.samples} samples in {out}, {len(report.skipped)} left out")
-    if world_size == 1 and (settings := encoders.training_settings(str(out))):
-        print(f"to train on them: vsa train {shlex.join(settings)}")
+    if world_size > 1:
+        return
+    shapes = {sample.latent_shape for sample in index.samples.values()}
+    if settings := encoders.training_settings(str(out), str(videos), shapes):
+        # double quotes around single ones are easier to read
+        words = (
+            f'"{word}"' if "'" in word and not set(word) & set('"$`\\!') else shlex.quote(word) for word in settings
+        )
+        print("to train on them: vsa train", *words)

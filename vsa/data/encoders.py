@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from vsa.attention.tiling import count_tiles
+from vsa.data.clip_rules import PATCH
 from vsa.data.codecs import Codec, HaarCodec, WanVAE
 from vsa.data.text import HashedNgramEncoder, TextEncoder, UMT5Encoder
+from vsa.settings import key_value
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 
@@ -43,19 +48,54 @@ class EncoderChoice:
             return codec, UMT5Encoder(text, max_tokens=self.max_tokens or 512, dtype=self.text_dtype, device=device)
         return codec, HashedNgramEncoder(self.text_dim, self.max_tokens or 16)
 
-    def training_settings(self, root: str) -> list[str]:
-        """Settings of a training on the shards in `root`: its data group, and values that differ from it."""
+    def training_settings(self, root: str, videos: str, shapes: Collection[Sequence[int]]) -> list[str]:
+        """Settings of a training on a data set, with the values that differ from those of its experiment.
+
+        Args:
+            root: folder of the shards.
+            videos: folder of the clips.
+            shapes: latent shapes `(C, T, H, W)` of the samples.
+        """
         if self.vae or self.text:
             # no data group describes parts of two pipelines
             return []
+        places = [key_value("data.root", root), key_value("data.videos", videos)]
+        t, h, w = max((shape[1:] for shape in shapes), key=math.prod)
+        tile, sparsity = _selection((t, h // PATCH, w // PATCH))
         if self.model:
-            return ["data=wan", f"data.root={root}", f"data.codec.source={self.model}"]
-        settings = ["data=folder", f"data.root={root}"]
-        if self.channels != 16:
-            keys = ("data.codec.channels", "model.in_channels", "model.out_channels")
-            settings += [f"{key}={self.channels}" for key in keys]
-        if self.text_dim != 64:
-            settings += [f"{key}={self.text_dim}" for key in ("data.text_encoder.dim", "model.text_dim")]
-        if self.max_tokens not in (None, 16):
+            usual_tokens = 512
+            settings = ["experiment=finetune_wan_1_3b", "model=from_checkpoint", *places]
+            settings += [key_value(key, self.model) for key in ("data.codec.source", "init_from")]
+            # for one GPU: a clip at a time
+            settings += ["trainer=default", "trainer.accumulate_grad_batches=64", "trainer.val_check_interval=12800"]
+            # the staircase of the experiment ends at 32 tiles
+            settings += [tile] if tile == _LARGE else [tile, "sparsity=constant", *sparsity]
+        else:
+            usual_tokens = 16
+            settings = ["experiment=own_videos", *places, tile, *sparsity]
+            for given, usual, keys in (
+                (self.channels, 16, ("data.codec.channels", "model.in_channels", "model.out_channels")),
+                (self.text_dim, 64, ("data.text_encoder.dim", "model.text_dim")),
+            ):
+                settings += [f"{key}={given}" for key in keys if given != usual]
+        if self.max_tokens not in (None, usual_tokens):
             settings.append(f"data.text_encoder.max_tokens={self.max_tokens}")
         return settings
+
+
+# what GPU kernels are tuned for
+_LARGE = "tile_thw=[4,4,4]"
+
+
+def _selection(grid: Sequence[int]) -> tuple[str, list[str]]:
+    """Settings of tiles and sparsity for a grid of tokens: tiles are halved until there are enough to select among."""
+    tile = [4, 4, 4]
+    if count_tiles(grid, tile) >= 64:
+        return _LARGE, ["sparsity.sparsity=0.875"]
+    tile = [min(*sides) for sides in zip(tile, grid, strict=True)]
+    while count_tiles(grid, tile) < 8 and max(tile) > 1:
+        tile = [-(-side // 2) for side in tile]
+    tiles = count_tiles(grid, tile)
+    if tiles == 1:
+        return "attention=full", []
+    return f"tile_thw=[{','.join(map(str, tile))}]", [f"sparsity.sparsity={0.875 if tiles >= 16 else 0.5}"]

@@ -25,6 +25,7 @@ from vsa.checkpoints.run_folder import check_name, locked
 from vsa.config import Sweep, build, check_settings, check_targets
 from vsa.evaluation.figures import final_loss
 from vsa.secrets import without_secrets
+from vsa.settings import key_value
 from vsa.sweeps.devices import slots_of
 from vsa.sweeps.job_queue import Job, Slot, run_jobs
 from vsa.sweeps.points import Point, at_learning_rates, at_seeds, learning_rates, variants_of
@@ -32,6 +33,7 @@ from vsa.sweeps.record import SweepRecord
 from vsa.sweeps.watch import Watch
 from vsa.training.hydra_guard import SETTING
 from vsa.training.launch import INPUT_ERRORS, run
+from vsa.training.model_sizes import fill_model
 from vsa.training.train import check_run
 from vsa.training.typed import sets_tiles_kept, without_tiles_kept
 
@@ -64,7 +66,9 @@ class PointSweeper(Sweeper):
             SystemExit: a run failed, or a signal ended the sweep.
         """
         config = self._config
-        check_settings(_without_hydra(config))
+        plain_config = _without_hydra(config)
+        fill_model(plain_config)
+        check_settings(plain_config)
         sweep = Sweep(**{"name": config.hydra.runtime.choices.sweep, **_plain(config.sweep)})
         check_name("sweep.name", str(sweep.name))
         settings, axes = self._split(arguments)
@@ -271,8 +275,7 @@ class SweepRun:
         return centres, refused
 
     def _place(self, point: Point) -> list[str]:
-        folder = str(self._folder / point.name).replace("\\", "\\\\").replace("'", "\\'")
-        return [f"run='{point.name}'", f"run_dir='{folder}'"]
+        return [key_value("run", point.name), key_value("run_dir", self._folder / point.name)]
 
     def _note(self, watch: Watch, points: Sequence[Point], status: Any, reason: str) -> None:
         for point in points:
@@ -353,7 +356,8 @@ class SweepRun:
         for how, names in names_by_reason.items():
             print(f"  {', '.join(names)}  {how}")
         failed = sum(job.status == "failed" for job in jobs)
-        print(f"{len(losses)} of {len(jobs)} runs finished in {self._folder}, next: vsa report {self._folder}")
+        report = f"vsa report {shlex.quote(str(self._folder))}"
+        print(f"{len(losses)} of {len(jobs)} runs finished in {self._folder}, next: {report}")
         if failed:
             print(f"error: {failed} of {len(jobs)} runs failed, the same command tries them again", file=sys.stderr)
             raise SystemExit(1)

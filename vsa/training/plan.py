@@ -10,6 +10,7 @@ from typing import Any
 from vsa.config import build, build_task, check_settings, check_targets, resolved
 from vsa.training.estimate.gpus import GIB, GPUS, MEASURED_BY, Gpu, how_to_measure, known_gpu
 from vsa.training.estimate.run import estimate_from, full_lines, jobs_of, with_dense_attention
+from vsa.training.model_sizes import fill_model
 
 Grid = tuple[int, int, int]
 
@@ -28,6 +29,7 @@ def plan(cfg: Any, *, gpu: str, gib: float | None, grid: Grid | None) -> None:
     """
     if cfg.get("sweep"):
         raise ValueError("a plan is for a single run: leave sweep= out")
+    fill_model(cfg)
     check_targets(cfg)
     check_settings(cfg)
     kind = gpu_of(gpu, gib)

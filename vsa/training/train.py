@@ -24,6 +24,7 @@ from vsa.checkpoints.state_file import one_line
 from vsa.checkpoints.wan_config import transformer_config
 from vsa.checkpoints.weight_source import open_weights
 from vsa.config import build, build_task, check_settings, check_targets, model_factory, resolved
+from vsa.errors import told_together
 from vsa.models.init import without_memory
 from vsa.secrets import without_secrets
 from vsa.training.budgets import MEASURED_STEPS, WARM_UP_STEPS, StepTimer, budget_of, steps_of_budget
@@ -41,6 +42,7 @@ from vsa.training.deadline import deadline_of
 from vsa.training.ending import fit, nothing_to_do
 from vsa.training.estimate.gpus import gpu_here
 from vsa.training.estimate.run import estimate_of, full_lines, with_dense_attention
+from vsa.training.model_sizes import fill_model
 from vsa.training.modules.base import JobSize
 from vsa.training.parallel import choose_strategy
 from vsa.training.run_state import REPLAY, RunStart
@@ -131,31 +133,42 @@ def check_run(cfg: DictConfig, opened: dict[str, Any]) -> None:
     cfg = cfg.copy()
     key = OmegaConf.to_yaml(cfg.data, resolve=True)
     datamodule = opened.get(key) or build(cfg.data)
-    _check_model(cfg, datamodule)
-    # the steps of a budget, on which the task may depend, are known after set-up
-    module = _new_task(cfg, datamodule) if budget_of(cfg) is None else None
+    if budget_of(cfg) is None:
+        _task(cfg, datamodule)
+    else:
+        # its number of steps, on which the task may depend, is known after set-up
+        _check_model(cfg, datamodule)
     datamodule.prepare_data()
     datamodule.setup("fit")
     opened[key] = datamodule
     cfg.trainer.max_steps = steps_of_budget(cfg, datamodule, None)
-    module = module or _new_task(cfg, datamodule)
-    size = JobSize(cfg.trainer.accumulate_grad_batches, _processes(cfg.trainer), cfg.trainer.max_steps)
-    with without_memory():
-        module.check_start(model_factory(cfg)(), datamodule, size)
+    _task(cfg, datamodule)
 
 
-def _new_task(cfg: DictConfig, datamodule: Any) -> Any:
-    """The module of a new run, with its networks and initial weights checked."""
-    nothing_to_do(cfg.trainer.max_steps, None)
-    module = build_task(cfg, start=_start(cfg, None))
+def _task(cfg: DictConfig, datamodule: Any, resume: Checkpoint | None = None, typed: Typed = NOTHING) -> Any:
+    """The module of a run; all mismatches of model, initial weights and data are told at once."""
+    if resume is None:
+        nothing_to_do(cfg.trainer.max_steps, None)
+    module = build_task(cfg, start=_start(cfg, resume))
     _check_job(cfg, module)
-    module.check_weights(datamodule)
+
+    def check_data() -> None:
+        if not datamodule.is_here:
+            return
+        datamodule.setup("fit")
+        ranks = int(os.environ["WORLD_SIZE"]) if TorchElasticEnvironment.detect() else _processes(cfg.trainer)
+        size = JobSize(cfg.trainer.accumulate_grad_batches, ranks, cfg.trainer.max_steps)
+        with without_memory():
+            module.check_start(model_factory(cfg)(), datamodule, size)
+
+    told_together(lambda: _check_model(cfg, datamodule, typed), lambda: module.check_weights(datamodule), check_data)
     return module
 
 
 def _check_values(cfg: DictConfig) -> None:
     if cfg.get("sweep"):
         raise ValueError("a sweep is more than one run: vsa sweep NAME, or vsa train -m sweep=NAME")
+    fill_model(cfg)
     check_targets(cfg)
     check_settings(cfg)
     _check_precision(cfg.trainer.precision)
@@ -170,16 +183,15 @@ def _train(cfg: DictConfig, run_dir: Path, folder: RunFolder, typed: Typed, star
     resume = _resume(cfg, run_dir)
     refuse_unknown_keys(cfg.resume.allow, cfg, {} if resume is None else resume.state["config"])
     datamodule = build(cfg.data)
-    _check_model(cfg, datamodule, typed)
-    _tell_export(cfg)
+    if budget_of(cfg) is not None:
+        _check_model(cfg, datamodule, typed)
     # schedules that end with the run depend on this setting
     cfg.trainer.max_steps = _max_steps(cfg, datamodule, resume)
     if nothing_to_do(cfg.trainer.max_steps, resume):
         return
 
-    module = build_task(cfg, start=_start(cfg, resume))
-    _check_job(cfg, module)
-    module.check_weights(datamodule)
+    module = _task(cfg, datamodule, resume, typed)
+    _tell_export(cfg)
     loggers = [build(node) for node in cfg.logger.values() if node is not None]
     callbacks = [start_times, *_callbacks(cfg, folder, loggers)]
     module.status.deadline = deadline_of(cfg.trainer.get("max_time"), os.environ)
@@ -269,15 +281,17 @@ def _check_model(cfg: DictConfig, datamodule: Any, typed: Typed = NOTHING) -> No
         model = model_factory(cfg)()
     if not model.selects:
         typed.refuse_without_selection(predicts=model.predicts)
-    channels = datamodule.codec.channels
+    channels, problems = datamodule.codec.channels, []
     # image conditions need further input channels, which are compared with the data at the start of training
     conditioned = model.in_channels > channels == model.out_channels
     for key in ("out_channels",) if conditioned else ("in_channels", "out_channels"):
         if getattr(model, key) != channels:
-            raise ValueError(f"model.{key}={getattr(model, key)}, but data.codec makes latents of {channels} channels")
+            problems.append(f"model.{key}={getattr(model, key)}, but data.codec makes latents of {channels} channels")
     width = datamodule.text_encoder.dim
     if model.text_dim != width:
-        raise ValueError(f"model.text_dim={model.text_dim}, but data.text_encoder makes tokens of width {width}")
+        problems.append(f"model.text_dim={model.text_dim}, but data.text_encoder makes tokens of width {width}")
+    if problems:
+        raise ValueError("; ".join(problems))
 
 
 def _tell_export(cfg: DictConfig) -> None:

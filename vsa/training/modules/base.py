@@ -23,6 +23,7 @@ from vsa.checkpoints.wan_names import is_gate
 from vsa.checkpoints.weight_source import refuse_other_sizes
 from vsa.data.batch import VideoBatch
 from vsa.diffusion.latent_statistics import LatentStatistics
+from vsa.errors import told_together
 from vsa.evaluation.figures import loss_curve
 from vsa.models.flops import FlopCount, weighted_flops
 from vsa.models.init import without_memory
@@ -276,8 +277,8 @@ class DiffusionModule(L.LightningModule):
         with without_memory():
             model = self._model_factory()
         if self.init_from is not None:
-            self.init_from.check(model, self.gates_of(model))
-            self.init_from.check_data(data)
+            weights, gates = self.init_from, self.gates_of(model)
+            told_together(lambda: weights.check(model, gates), lambda: weights.check_data(data))
         if self.resume is not None:
             refuse_other_sizes(model, self.resume)
         with without_memory():
