@@ -6,7 +6,8 @@ import sys
 import pytest
 
 HEAVY = "[n for n in ('scipy', 'transformers', 'torchmetrics.functional') if n in sys.modules]"
-ALONE = f"import sys, vsa, lightning; print({HEAVY})"
+INSTALL = "from vsa.lazy_torchmetrics import install; install()"
+ALONE = f"import sys; {INSTALL}; import lightning; print({HEAVY})"
 
 
 def _run(code: str) -> str:
@@ -25,9 +26,9 @@ def test_lightning_by_itself_loads_what_is_heavy() -> None:
     [
         ALONE,
         # each takes ten seconds of a core
-        pytest.param("import vsa", marks=pytest.mark.slow),
-        pytest.param("import torchmetrics, vsa, lightning", marks=pytest.mark.slow),
-        pytest.param("import lightning, vsa", marks=pytest.mark.slow),
+        pytest.param(INSTALL, marks=pytest.mark.slow),
+        pytest.param(f"import torchmetrics; {INSTALL}; import lightning", marks=pytest.mark.slow),
+        pytest.param(f"import lightning; {INSTALL}", marks=pytest.mark.slow),
     ],
 )
 def test_the_whole_package_is_there_when_it_is_asked_for(before: str) -> None:
@@ -57,9 +58,23 @@ print({HEAVY})
     assert "torchmetrics.functional" in lines[-1]
 
 
+@pytest.mark.parametrize("before", ["import vsa", INSTALL], ids=["a user's process", "the command's"])
+def test_a_star_names_everything(tmp_path, before) -> None:
+    # a stand-in: the import of the real package takes ten seconds of a core
+    package = tmp_path / "torchmetrics"
+    package.mkdir()
+    (package / "__init__.py").write_text("__all__ = ['Loss', 'WORD']\nclass Loss: pass\nWORD = 'whole'\n")
+    star = "from torchmetrics import *; print(WORD, Loss.__name__)"
+    listed = "import torchmetrics; print('Loss' in dir(torchmetrics))"
+    for code, told in ((star, "whole Loss"), (listed, "True")):
+        assert _run(f"import sys; sys.path.insert(0, {str(tmp_path)!r}); {before}; {code}") == told
+
+
 @pytest.mark.slow
 def test_metrics_are_logged_and_pickled() -> None:
-    code = """import vsa, pickle
+    code = (
+        f"{INSTALL}\n"
+        + """import pickle
 import lightning as L
 import torch
 from torchmetrics.aggregation import MeanMetric
@@ -80,4 +95,5 @@ trainer = L.Trainer(max_epochs=1, logger=False, enable_checkpointing=False, enab
 trainer.fit(Model(), torch.utils.data.DataLoader(torch.full((4, 1), 3.0)))
 print(trainer.callback_metrics["mean"].item())
 """
+    )
     assert _run(code).endswith("3.0")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +69,76 @@ def test_texts(text, expected):
     assert without_secrets(text, ()) == expected
     # an error is masked where it is raised and again where it is shown
     assert without_secrets(expected, ()) == expected
+
+
+def _slowly(text: str) -> str:
+    """The text in which values are masked that follow a name of a secret, by a search from every place."""
+    marked, i = [], 0
+    while i < len(text):
+        value = _value_after_name(text, i)
+        if value is None:
+            i += 1
+            continue
+        begin, end = value
+        marked.append((begin, end))
+        i = end
+    values = [text[begin:end].strip("\"'") for begin, end in marked]
+    for begin, end in reversed(marked):
+        text = text[:begin] + MARKER + text[end:]
+    for value in sorted({v for v in values if len(v) >= SHORTEST and v != MARKER}, key=lambda v: (-len(v), v)):
+        text = text.replace(value, MARKER)
+    return text
+
+
+def _value_after_name(text: str, i: int) -> tuple[int, int] | None:
+    """Begin and end of the value whose name begins at i."""
+
+    def inside(k: int) -> bool:
+        return 0 <= k < len(text) and (text[k].isalnum() or text[k] in "_.@/-")
+
+    if inside(i - 1) or not inside(i):
+        return None
+    end = next(k for k in range(i, len(text) + 1) if not inside(k))
+    if text[end - 1] in ".@/-" or not is_secret_name(text[i:end]):
+        return None
+    end += text[end : end + 1] in ("'", '"')
+    rest = text[end:].lstrip()
+    if rest[:1] not in ("=", ":") or not rest:
+        return None
+    rest = rest[1:].lstrip()
+    begin = len(text) - len(rest)
+    if rest[:1] in ("'", '"') and rest.find(rest[0], 2) > 0:
+        return begin, begin + rest.find(rest[0], 2) + 1
+    length = next((k for k, letter in enumerate(rest) if letter.isspace() or letter in ",;&\"'])}"), len(rest))
+    length = len(rest[:length].rstrip(":."))
+    return (begin, begin + length) if length else None
+
+
+def test_random_texts_lose_what_a_slow_search_finds():
+    pieces = ("token", "api_key", "b", "x.", "aB", "=", ":", " ", "'", '"', "/", ".", "-", ",", "]", "1", "__")
+    draw, masked_texts = random.Random(0), 0
+    for _ in range(20_000):
+        text = "".join(draw.choices(pieces, k=draw.randint(1, 12)))
+        expected = _slowly(text)
+        masked_texts += expected != text
+        assert without_secrets(text, ()) == expected, text
+    # the control: a good part of the texts has something to lose
+    assert masked_texts > 500
+
+
+LONG = 40_000
+
+
+@pytest.mark.parametrize(
+    "piece", ["a", "a/", "aB", "a.b-", "x:", "token:", "://", "k='", " ", "A", "w://a", "token=''"]
+)
+def test_long_texts_take_no_time(piece):
+    text = piece * (LONG // len(piece))
+    began = time.process_time()
+    for end in ("", "=", "a", " token=12345678"):
+        without_secrets(text + end, ())
+    # a search that goes back takes minutes
+    assert time.process_time() - began < 2
 
 
 def test_values_of_the_environment_and_of_the_command_line_are_found_anywhere(monkeypatch):

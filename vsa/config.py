@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import SequenceMatcher
 from functools import partial
-from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -18,6 +17,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from vsa.config_files import config_folder
 from vsa.errors import is_out_of_memory, too_large
 from vsa.models.video_dit import VideoDiT
 from vsa.moved import moved_target
@@ -33,13 +33,6 @@ ALLOWED_TARGETS = (
 )
 """Modules whose classes a config may name. A class must also be defined there, so that an alias such as
 `vsa.training.train.os.system` is not allowed."""
-
-
-def config_folder() -> Path:
-    """The folder of the Hydra groups: inside an installed package, or beside the package in a checkout."""
-    package = Path(__file__).parent
-    installed = package / "configs"
-    return installed if installed.is_dir() else package.parent / "configs"
 
 
 @dataclass(frozen=True, kw_only=True)

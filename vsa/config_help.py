@@ -10,13 +10,13 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
-from itertools import takewhile
 from typing import Any
 
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from vsa.config import ELSEWHERE, LIMITS, OBJECTS, PLAIN, TABLES, Resume, Run, config_folder, target_class
+from vsa.config import ELSEWHERE, LIMITS, OBJECTS, PLAIN, TABLES, Resume, Run, target_class
+from vsa.config_files import choices, config_folder
 from vsa.settings import arguments_of, describe, hints_of, shown
 
 CONFIGS = config_folder()
@@ -37,17 +37,6 @@ class Option:
     type: str
     default: str
     meaning: str
-
-
-def choices() -> dict[str, dict[str, str]]:
-    """The files of every group, each with the first sentence of its header."""
-    files: dict[str, dict[str, str]] = {}
-    for path in sorted(CONFIGS.glob("*/*.yaml")):
-        head = takewhile(lambda line: line.startswith("#"), path.read_text().splitlines())
-        lines = [line[1:].strip() for line in head if not line.startswith("# @package")]
-        text = " ".join(takewhile(lambda line: not line.startswith("Command:"), lines))
-        files.setdefault(path.parent.name, {})[path.stem] = text.removeprefix("Purpose:").partition(". ")[0].strip(" .")
-    return files
 
 
 def options(group: str) -> list[Option]:

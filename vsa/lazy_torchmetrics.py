@@ -1,8 +1,8 @@
 """A late import of torchmetrics, of which Lightning needs the names of two classes.
 
 `import lightning` imports torchmetrics, and that imports SciPy, matplotlib and transformers for metrics of audio and
-text, which takes three seconds of every command. After `install`, the package loads `Metric` and `MetricCollection`
-from their own modules, and everything else when another of its names is read.
+text, which takes three seconds. The command `vsa` calls `install` for its own process; after that, the package loads
+`Metric` and `MetricCollection` from their own modules, and everything else when another of its names is read.
 """
 
 from __future__ import annotations
@@ -60,11 +60,18 @@ class _LatePackage(ModuleType):
             value = getattr(importlib.import_module(f"{NAME}.{MODULES[name]}"), name)
             setattr(self, name, value)
             return value
-        if name.startswith("__"):
+        if name.startswith("__") and name != "__all__":
             # the import system and inspection ask for such names, which the package does not define
             raise AttributeError(f"module {NAME!r} has no attribute {name!r}")
+        self._load()
+        return getattr(self, name)
+
+    def __dir__(self) -> list[str]:
+        self._load()
+        return dir(self)
+
+    def _load(self) -> None:
         assert self.__spec__ is not None
         assert isinstance(self.__spec__.loader, _LateLoader)
         self.__class__ = ModuleType  # type: ignore[assignment]
         self.__spec__.loader.whole.exec_module(self)
-        return getattr(self, name)

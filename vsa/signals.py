@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -60,8 +60,9 @@ def end_at_once(number: int, frame: FrameType | None) -> None:
 
 def exit_now(status: int, line: str) -> NoReturn:
     """End the process from any thread without cleanup, and print `line` on stderr unless it is empty."""
-    if line:
-        print(line, file=sys.stderr, flush=True)
+    # standard error may be closed, or its reader gone
+    with suppress(OSError):
+        print(line, end="\n" if line else "", file=sys.stderr, flush=True)
     os._exit(status)
 
 
@@ -79,13 +80,13 @@ def handled_by(handler: Handler) -> Iterator[None]:
 def current_handlers() -> dict[int, Handler]:
     """Handlers of `ENDING` by number, restricted to those that may be set.
 
-    Only the main thread can set handlers; an ignored SIGHUP is left alone, so that a run under `nohup` continues after
-    its terminal is closed.
+    Only the main thread can set handlers. An ignored signal stays ignored: `nohup` ignores SIGHUP, so that a run
+    continues after its terminal is closed, and a shell without job control ignores SIGINT for what it starts with `&`.
     """
     if threading.current_thread() is not threading.main_thread():
         return {}
     handlers: dict[int, Any] = {number: signal.getsignal(number) for number in ENDING}
-    return {n: h for n, h in handlers.items() if not (n == signal.SIGHUP and h == signal.SIG_IGN)}
+    return {number: handler for number, handler in handlers.items() if handler != signal.SIG_IGN}
 
 
 def is_foreign(handler: Handler) -> bool:

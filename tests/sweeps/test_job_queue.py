@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from vsa.streams import LOADING
 from vsa.sweeps.job_queue import Job, Slot, run_jobs
-from vsa.sweeps.lifeline import VARIABLE
+from vsa.sweeps.lifeline import OPTION
 
 ROOT = Path(__file__).parents[2]
 
@@ -117,12 +118,14 @@ def test_who_does_not_end_is_killed_after_the_grace_time_or_by_a_second_signal(t
 
 
 PARENT = """
+import os
 import sys
 from pathlib import Path
 from vsa.sweeps.job_queue import Job, Slot, run_jobs
-child = "import os, sys, time; from vsa.sweeps.lifeline import end_with_parent; end_with_parent(); " \\
-    "open(sys.argv[1], 'w').write(str(os.getpid())); time.sleep(60)"
-run_jobs([Job("a", [sys.executable, "-c", child, sys.argv[1]], Path(sys.argv[1] + ".log"))], [Slot("x")],
+child = "import os, sys, time; from vsa.sweeps.lifeline import end_with_sweep; end_with_sweep(sys.argv[1:]); " \\
+    "open(sys.argv[2], 'w').write(str(os.getpid())); time.sleep(60)"
+command = [sys.executable, "-c", child, f"--with-sweep={os.getpid()}", sys.argv[1]]
+run_jobs([Job("a", command, Path(sys.argv[1] + ".log"))], [Slot("x")],
     changed=lambda _: None, tick=lambda: None, grace=1)
 """
 
@@ -147,10 +150,27 @@ def test_no_run_outlives_a_sweep_that_is_killed(tmp_path):
         assert not Path(f"/proc/{pid}").exists()
 
 
-def test_a_run_whose_sweep_has_ended_before_it_began_does_not_begin(tmp_path):
-    code = "from vsa.sweeps.lifeline import end_with_parent; end_with_parent(); print('began')"
-    for parent, began in ((os.getpid(), True), (1 << 22, False)):
-        result = subprocess.run(
-            [sys.executable, "-c", code], env={**os.environ, VARIABLE: str(parent)}, cwd=ROOT, capture_output=True
-        )
-        assert (b"began" in result.stdout) == began, result.stderr
+def test_a_run_whose_sweep_has_ended_before_it_began_does_not_begin():
+    code = "import sys; from vsa.sweeps.lifeline import end_with_sweep; print('began', end_with_sweep(sys.argv[1:]))"
+    for words, began in (
+        ([f"{OPTION}{os.getpid()}", "train"], True),
+        ([f"{OPTION}1", "train"], False),
+        (["train"], True),
+    ):
+        result = subprocess.run([sys.executable, "-c", code, *words], cwd=ROOT, capture_output=True, text=True)
+        assert (result.stdout == "began ['train']\n") == began, result.stderr
+
+
+def test_the_environment_of_a_user_ends_no_command():
+    environment = {**os.environ, "VSA_SWEEP_PROCESS": "1"}
+    command = [sys.executable, "-m", "vsa.cli", "config"]
+    result = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.returncode
+    assert "group" in result.stdout
+
+
+def test_a_job_that_says_nothing_of_its_own_tells_its_status(tmp_path):
+    # the first line of every command is no reason
+    silent = job(tmp_path, "silent", f"echo '{LOADING}'; exit 3")
+    run([silent], [Slot("x")])
+    assert silent.reason == "exit status 3"

@@ -378,7 +378,7 @@ def after(function: Callable) -> Callable:
         (DiffusionModule, "configure_model", before, "stopped"),
         (Samples, "on_train_end", before, "saved"),
         pytest.param(L.Trainer, "_teardown", after, "stopped", marks=pytest.mark.slow),
-        (launch_module, "train", after, "stopped"),
+        (run_module, "train", after, "stopped"),
     ],
     ids=["while it is set up", "while its pictures are drawn", "when it is put away", "between two jobs"],
 )

@@ -57,13 +57,19 @@ def test_a_signal_while_modules_are_loaded_ends_the_process_with_one_line(tmp_pa
     assert err == f"{number.name}: stopped, there was nothing to save\n"
 
 
-def test_a_run_under_nohup_goes_on_when_its_terminal_closes():
+def test_a_signal_that_is_ignored_at_the_start_stays_ignored():
+    # nohup ignores SIGHUP, and a shell without job control ignores SIGINT for what it starts with &
     code = (
-        "import os, signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
-        "from vsa.signals import end_at_once, handled_by\n"
-        "with handled_by(end_at_once): os.kill(os.getpid(), signal.SIGHUP)\n"
+        "import os, signal\n"
+        "from vsa.signals import ENDING, end_at_once, handled_by\n"
+        "for number in ENDING: signal.signal(number, signal.SIG_IGN)\n"
+        "with handled_by(end_at_once):\n"
+        "    for number in ENDING: os.kill(os.getpid(), number)\n"
+        "assert {signal.getsignal(number) for number in ENDING} == {signal.SIG_IGN}\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_DFL)\n"
+        "with handled_by(end_at_once): os.kill(os.getpid(), signal.SIGTERM)\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 128 + signal.SIGTERM
 
 
 # in a step, a validation, a save

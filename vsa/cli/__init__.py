@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -13,8 +15,10 @@ import typer
 from typer.core import TyperGroup
 
 from vsa.errors import one_line_errors
+from vsa.lazy_torchmetrics import install
 from vsa.secrets import print_exception
 from vsa.signals import end_at_once, handled_by
+from vsa.streams import LOADING, lost_output, make_steady
 
 COMMANDS = {
     "train": "vsa.cli.train:train",
@@ -40,6 +44,9 @@ COMMANDS = {
     "info": "vsa.cli.info:info",
 }
 """Commands in the order of the help, each with the function that defines its arguments."""
+
+PRINTED = {"plan", "replay", "verify-export", "report", "check-data", "config", "tiles", "simulate", "info"}
+"""Commands that fail if their output cannot be written; the others write files, and go on without their lines."""
 
 
 def _in_paragraphs(docstring: str) -> str:
@@ -68,7 +75,17 @@ class LazyGroup(TyperGroup):
         settings = getattr(module, "CONTEXT_SETTINGS", None)
         function = getattr(module, function_name)
         single.command(cmd_name, context_settings=settings, help=_in_paragraphs(function.__doc__ or ""))(function)
-        return typer.main.get_command(single)
+        command: Any = typer.main.get_command(single)
+        work = command.callback
+
+        def announced(**options: Any) -> None:
+            # on stderr, also in a log, so that a pipe gets the result alone; other ranks say nothing
+            if "torch" not in sys.modules and os.environ.get("LOCAL_RANK", "0") == "0":
+                print(LOADING, file=sys.stderr, flush=True)
+            work(**options)
+
+        command.callback = announced
+        return command
 
     def invoke(self, ctx: Any) -> Any:
         with one_line_errors():
@@ -90,8 +107,10 @@ def vsa() -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command line (that of the process by default) and exit with its status."""
+    make_steady()
+    install()
     words = sys.argv[1:] if arguments is None else list(arguments)
-    # installed before torch is imported, which takes seconds
+    # handlers are set before torch is imported, which takes seconds
     with handled_by(end_at_once) if words[:1] == ["train"] else nullcontext():
         try:
             app(args=words, prog_name="vsa")
@@ -99,3 +118,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             # set here, because typer installs its own hook
             sys.excepthook = print_exception
             raise
+        finally:
+            lost = lost_output()
+            if lost is not None and PRINTED.intersection(words[:1]):
+                with one_line_errors():
+                    # the status that a shell shows for other programs whose reader has gone
+                    raise SystemExit(128 + signal.SIGPIPE) if isinstance(lost, BrokenPipeError) else lost

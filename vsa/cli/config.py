@@ -22,17 +22,17 @@ def config(
     from rich.markup import escape
     from rich.table import Table
 
-    from vsa.config_help import choices, options
-    from vsa.errors import one_line_errors
+    if group is None:
+        from vsa.config_files import choices
 
-    with one_line_errors():
-        if group is None:
-            table = Table("group", "file", "meaning")
-            for name, files in choices().items():
-                for i, (file, about) in enumerate(files.items()):
-                    table.add_row(escape(name) if i == 0 else "", escape(file), escape(about))
-        else:
-            table = Table("key", "expected", "default", "meaning", show_lines=True)
-            for option in options(group):
-                table.add_row(*map(escape, (option.key, option.type, option.default, option.meaning)))
+        table = Table("group", "file", "meaning")
+        for name, files in choices().items():
+            for i, (file, about) in enumerate(files.items()):
+                table.add_row(escape(name) if i == 0 else "", escape(file), escape(about))
+    else:
+        from vsa.config_help import options
+
+        table = Table("key", "expected", "default", "meaning", show_lines=True)
+        for option in options(group):
+            table.add_row(*map(escape, (option.key, option.type, option.default, option.meaning)))
     Console().print(table)

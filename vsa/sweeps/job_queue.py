@@ -14,7 +14,7 @@ from types import FrameType
 from typing import Literal
 
 from vsa.signals import handled_by
-from vsa.sweeps.lifeline import VARIABLE
+from vsa.streams import LOADING
 
 Status = Literal["waiting", "running", "finished", "failed", "refused", "stopped"]
 
@@ -74,7 +74,7 @@ class _Running:
             self.process = Popen(
                 job.command,
                 # a sweep sets HYDRA_FULL_ERROR=1 for itself, its runs report errors in one line
-                env={**os.environ, "HYDRA_FULL_ERROR": "0", VARIABLE: str(os.getpid()), **slot.environment},
+                env={**os.environ, "HYDRA_FULL_ERROR": "0", **slot.environment},
                 stdin=DEVNULL,
                 stdout=log,
                 stderr=STDOUT,
@@ -114,7 +114,8 @@ class _Running:
             return f"ended by {signal.Signals(-code if code < 0 else code - 128).name}"
         with open(self.job.log, "rb") as log:
             log.seek(self._from)
-            lines = [line.strip() for line in log.read().decode(errors="replace").splitlines() if line.strip()]
+            lines = [line.strip() for line in log.read().decode(errors="replace").splitlines()]
+        lines = [line for line in lines if line not in ("", LOADING)]
         errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
         return (errors or lines or [f"exit status {code}"])[-1]
 

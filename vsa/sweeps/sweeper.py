@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import shlex
 import signal
 import sys
@@ -28,6 +29,7 @@ from vsa.secrets import without_secrets
 from vsa.settings import key_value
 from vsa.sweeps.devices import slots_of
 from vsa.sweeps.job_queue import Job, Slot, run_jobs
+from vsa.sweeps.lifeline import OPTION
 from vsa.sweeps.points import Point, at_learning_rates, at_seeds, learning_rates, variants_of
 from vsa.sweeps.record import SweepRecord
 from vsa.sweeps.watch import Watch
@@ -327,7 +329,7 @@ class SweepRun:
         goes_on = bool(list_checkpoints(self._folder / point.name / "checkpoints"))
         words = [*self._settings, *point.overrides, *self._place(point)]
         words += ["ckpt_path=last"] if goes_on else []
-        command = [sys.executable, "-m", "vsa.cli", "train", *self._sweeper.flags]
+        command = [sys.executable, "-m", "vsa.cli", f"{OPTION}{os.getpid()}", "train", *self._sweeper.flags]
         return Job(point.name, [*command, *words], self._log(point), settings=words)
 
     def returned(self, point: Point) -> JobReturn:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +17,9 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from vsa.config import config_folder
+from vsa.config_files import config_folder
 from vsa.errors import one_line_errors
-from vsa.evaluation.figures import final_loss
-from vsa.training.ending import stopped_by_signals
 from vsa.training.hydra_guard import checked_hydra, require_checked
-from vsa.training.lossy_output import lossy_output
-from vsa.training.parallel import rank_zero_reports
-from vsa.training.train import train
 from vsa.training.typed import Typed
 
 INPUT_ERRORS = (HydraException, OmegaConfBaseException, FloatingPointError)
@@ -45,9 +42,16 @@ def launch(arguments: Sequence[str], job: Callable[[DictConfig], Any] | None = N
     parser = get_args_parser()
     # settings may come before and after flags
     args = parser.parse_intermixed_args(list(arguments))
+    signals: Any = nullcontext()
+    if not (args.cfg or args.info or args.hydra_help):
+        # only here, as what shows settings needs no torch; before its handlers, whose exceptions an import may drop
+        import_module("vsa.training.train")
+        from vsa.training.ending import stopped_by_signals
+
+        signals = stopped_by_signals()
     try:
         reports = one_line_errors(*INPUT_ERRORS, traceback=traceback)
-        with lossy_output(), reports, stopped_by_signals(), checked_hydra():
+        with reports, signals, checked_hydra():
             if args.experimental_rerun is not None:
                 raise ValueError("--experimental-rerun is not supported: it reads a pickled config")
             _run_hydra(
@@ -69,6 +73,10 @@ def run(cfg: DictConfig) -> float:
     Returns:
         the last validation loss, which a search minimises.
     """
+    from vsa.evaluation.figures import final_loss
+    from vsa.training.parallel import rank_zero_reports
+    from vsa.training.train import train
+
     with one_line_errors(*INPUT_ERRORS, traceback=False), rank_zero_reports(ValueError, OSError, *INPUT_ERRORS):
         require_checked()
         train(cfg, Typed.of(HydraConfig.get()))
