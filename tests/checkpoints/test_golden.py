@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import re
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -304,6 +306,79 @@ def test_golden_grids_have_room_for_the_windows(window, trained, grid, layers, t
     with safe_open(write_golden(model, tmp_path / "out"), framework="pt") as file:
         header = json.loads(file.metadata()["golden"])
     assert (tuple(header["grid_thw"]), len(header["cases"])) == (grid, layers)
+
+
+def rewritten(folder: Path, change: Callable[[dict[str, Any], dict[str, torch.Tensor]], None]) -> None:
+    """Changes header and tensors of the golden file of a folder."""
+    with safe_open(folder / golden.GOLDEN, framework="pt") as file:
+        header = json.loads(file.metadata()["golden"])
+    tensors = load_file(folder / golden.GOLDEN)
+    change(header, tensors)
+    save_file(tensors, folder / golden.GOLDEN, {"golden": json.dumps(header)})
+
+
+def set_tensor(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., None]:
+    return lambda header, tensors: tensors.update({name: change(tensors[name]).contiguous()})
+
+
+CHECKS_NOTHING: dict[str, tuple[Callable[..., Any], str]] = {
+    "no cases": (lambda header, _: header.update(cases=[]), "has no case of layers 0,1,2$"),
+    "one layer": (
+        lambda header, _: header["cases"].__delitem__(slice(1, None)),
+        "no case of layers 1,2, check the others alone with --layers 0$",
+    ),
+    "twice": (lambda header, _: header["cases"].append(header["cases"][0]), "has 2 cases of layer 0, expected one"),
+    "no header": (lambda header, _: header.clear(), "lacks grid_thw"),
+    "text": (lambda header, _: header["cases"][0].update(layer="0"), r"cases\[0\].layer='0', expected an integer"),
+    "nan": (set_tensor("blocks.1.out", lambda x: x * torch.nan), "blocks.1.out is not finite"),
+    "nan input": (set_tensor("blocks.1.hidden", lambda x: x * torch.nan), "blocks.1.hidden is not finite"),
+    "zeros": (set_tensor("blocks.1.out", lambda x: 0 * x), "blocks.1.out is .* 0 everywhere"),
+    "empty": (set_tensor("blocks.1.out", lambda x: x[:, :0]), r"layer 1 has shapes \[1, 60, 32\] and \[1, 0, 32\]"),
+    "grid": (lambda header, _: header.update(grid_thw=[3, 5]), r"has shapes .* on the grid \[3, 5\]"),
+}
+
+
+@pytest.mark.parametrize("name", CHECKS_NOTHING)
+def test_a_file_that_checks_nothing_is_refused(name, tmp_path, command_line):
+    """An empty or half list of cases conformed, whatever the weights."""
+    export(tmp_path / "out")
+    write_golden(open_network(tmp_path / "out")[0], tmp_path / "out")
+    change, message = CHECKS_NOTHING[name]
+    rewritten(tmp_path / "out", change)
+    status, _, err = command_line("verify-export", str(tmp_path / "out"), "--device", "cpu")
+    assert (status, err.count("\n")) == (1, 1)
+    assert re.search(message, err.strip()), err
+
+
+@pytest.mark.parametrize("value", [1e9, 0.021, 0.0, -1.0, math.nan, math.inf])
+def test_the_checked_file_does_not_choose_the_tolerance(value, tmp_path, command_line):
+    export(tmp_path / "out")
+    write_golden(open_network(tmp_path / "out")[0], tmp_path / "out", tolerance=value)
+    status, _, err = command_line("verify-export", str(tmp_path / "out"), "--device", "cpu")
+    assert (status, err.count("\n")) == (1, 1)
+    assert f"has golden_tolerance={value}, expected a number above 0 and at most 0.02" in err
+
+
+def test_a_larger_tolerance_is_the_callers(tmp_path):
+    """A folder made for engines in bf16 is held to fp32 here; a stricter folder stays strict."""
+    export(tmp_path / "out")
+    model = open_network(tmp_path / "out")[0]
+    write_golden(model, tmp_path / "out", layers=[0, 2], tolerance=0.02)
+
+    def off(case: GoldenCase) -> torch.Tensor:
+        return attention_output(model, case) * 1.01
+
+    with pytest.raises(ValueError, match="no case of layers 1, check the others alone with --layers 0,2"):
+        check_golden(tmp_path / "out", off)
+    with torch.no_grad():
+        kept = {"layers": [0, 2]}
+        assert all(row.failed for row in check_golden(tmp_path / "out", off, **kept))
+        assert not any(row.failed for row in check_golden(tmp_path / "out", off, tolerance=0.05, **kept))
+        for layers, message in ([], "layers must be in 0..2, got \\[\\]"), ([0, 3], "got \\[0, 3\\]"):
+            with pytest.raises(ValueError, match=message):
+                check_golden(tmp_path / "out", off, layers=layers)
+        write_golden(model, tmp_path / "out", tolerance=1e-3)
+        assert {row.tolerance for row in check_golden(tmp_path / "out", off, tolerance=0.02)} == {1e-3}
 
 
 def test_a_nan_does_not_conform(tmp_path):

@@ -11,14 +11,15 @@ import itertools
 import json
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from vsa.attention.context import INDEX, AttnContext, Recorder
@@ -35,7 +36,7 @@ from vsa.checkpoints.sparse_config import (
 )
 from vsa.checkpoints.wan import refuse_other_attention
 from vsa.checkpoints.weight_files import save_tensors
-from vsa.files import atomic_file
+from vsa.files import atomic_file, parse_json
 from vsa.models.blocks import TransformerBlock
 from vsa.models.rope import rope_tables
 from vsa.models.video_dit import VideoDiT
@@ -43,6 +44,10 @@ from vsa.models.video_dit import VideoDiT
 GOLDEN = "golden.safetensors"
 TOLERANCE = 1e-4
 """Relative error for fp32 engines: rounding gives about 1e-6, one wrong tile some per cent. bf16 needs about 0.02."""
+MOST_TOLERANCE = 0.02
+"""Largest tolerance that a folder may name."""
+
+_HEADER = {"grid_thw": [int], "cases": [{"layer": int, "topk": int, "dense?": bool}]}
 
 # engines with different rounding must select the same tiles: smallest gap between the scores of the last selected and
 # the first skipped tile, relative to the spread of the scores
@@ -241,40 +246,81 @@ def _is_steady(model: VideoDiT, case: GoldenCase, seed: int) -> bool:
     )
 
 
-def check_golden(folder: str | Path, run: Callable[[GoldenCase], Tensor]) -> list[GoldenError]:
+def check_golden(
+    folder: str | Path,
+    run: Callable[[GoldenCase], Tensor],
+    *,
+    layers: Sequence[int] | None = None,
+    tolerance: float = TOLERANCE,
+) -> list[GoldenError]:
     """Compare an engine with the golden tensors of an exported folder, layer by layer.
 
     Args:
         folder: folder with `sparse_attention.json` and the golden file that it references.
         run: the engine: returns the self-attention output `[1, L, C]` of a case, in raster order, on any device and
             in any dtype. It needs only the folder's weights of that block.
+        layers: layers that must have a case; None: every layer of the model. Others are not compared.
+        tolerance: largest error that passes, see `TOLERANCE`; the folder may ask for a smaller one, not for a larger.
 
     Returns:
         one entry per layer; `failed` is true above the tolerance.
 
     Raises:
-        ValueError: the golden file is missing, or an output has another shape.
+        ValueError: the golden file is missing or damaged, has no case of a layer or several, has a value that is not
+            finite or allows a larger error than the dtype, or an output has another shape.
     """
     folder = Path(folder)
     sparse = read_sparse_config(folder)
     if sparse.golden is None or sparse.golden_tolerance is None:
         raise ValueError(f"{folder / SPARSE_CONFIG} names no golden file")
+    if not 0 < sparse.golden_tolerance <= MOST_TOLERANCE:
+        raise ValueError(
+            f"{folder / SPARSE_CONFIG} has golden_tolerance={sparse.golden_tolerance}, expected a number above 0 and "
+            f"at most {MOST_TOLERANCE}, the rounding of bfloat16"
+        )
     path = folder / sparse.golden
     if not path.is_file():
         raise ValueError(f"{path} is missing")
+    expected = range(sparse.num_layers) if layers is None else sorted(set(layers))
+    if not expected or not 0 <= expected[0] <= expected[-1] < sparse.num_layers:
+        raise ValueError(f"layers must be in 0..{sparse.num_layers - 1}, got {[*expected]}")
+    tolerance = min(tolerance, sparse.golden_tolerance)
     errors = []
-    with safe_open(path, framework="pt", device="cpu") as file:
-        header = json.loads(file.metadata()["golden"])
-        grid = cast(Grid, tuple(header["grid_thw"]))
-        for row in header["cases"]:
-            layer = row["layer"]
-            hidden, golden = (file.get_tensor(f"blocks.{layer}.{name}") for name in ("hidden", "out"))
-            dense = row.get("dense", False)
-            case = GoldenCase(layer=layer, hidden=hidden, grid_thw=grid, topk=row["topk"], dense=dense)
-            out = run(case).detach().cpu().double()
-            if out.shape != golden.shape:
-                raise ValueError(f"layer {layer}: output has shape {tuple(out.shape)}, expected {tuple(golden.shape)}")
-            golden = golden.double()
-            error = ((out - golden).norm() / golden.norm()).item()
-            errors.append(GoldenError(layer=layer, error=error, tolerance=sparse.golden_tolerance))
+    for case, golden in _cases(path, expected):
+        out = run(case).detach().cpu().double()
+        if out.shape != golden.shape:
+            raise ValueError(f"layer {case.layer}: output has shape {tuple(out.shape)}, expected {tuple(golden.shape)}")
+        error = ((out - golden).norm() / golden.norm()).item()
+        errors.append(GoldenError(layer=case.layer, error=error, tolerance=tolerance))
     return errors
+
+
+def _cases(path: Path, layers: Sequence[int]) -> Iterator[tuple[GoldenCase, Tensor]]:
+    """The cases of some layers and their outputs in float64, in the order of the file; see `check_golden`."""
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            header = parse_json((file.metadata() or {}).get("golden", ""), f"the header of {path}", _HEADER)
+            rows, grid = header["cases"], cast(Grid, tuple(header["grid_thw"]))
+            counts = Counter(row["layer"] for row in rows)
+            if missing := [layer for layer in layers if not counts[layer]]:
+                known = ",".join(map(str, sorted(counts)))
+                some = f", check the others alone with --layers {known}" if known else ""
+                raise ValueError(f"{path} has no case of layers {','.join(map(str, missing))}{some}")
+            if twice := [layer for layer, count in counts.items() if count > 1]:
+                raise ValueError(f"{path} has {counts[twice[0]]} cases of layer {twice[0]}, expected one")
+            for row in rows:
+                layer = row["layer"]
+                if layer not in layers:
+                    continue
+                hidden, golden = (file.get_tensor(f"blocks.{layer}.{name}") for name in ("hidden", "out"))
+                if [len(grid), *hidden.shape[:-1]] != [3, 1, math.prod(grid)] or golden.shape != hidden.shape:
+                    shapes = f"{list(hidden.shape)} and {list(golden.shape)}"
+                    raise ValueError(f"{path}: the case of layer {layer} has shapes {shapes} on the grid {list(grid)}")
+                for name, tensor in (("hidden", hidden), ("out", golden)):
+                    if not tensor.isfinite().all() or not tensor.count_nonzero():
+                        raise ValueError(f"{path}: blocks.{layer}.{name} is not finite, empty or 0 everywhere")
+                dense = row.get("dense", False)
+                case = GoldenCase(layer=layer, hidden=hidden, grid_thw=grid, topk=row["topk"], dense=dense)
+                yield case, golden.double()
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{path} is damaged: {error}") from None

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 import typer
 
 from vsa.cli.options import Device, option
+from vsa.cli.values import numbers
 
 
 def verify_export(
@@ -15,13 +16,14 @@ def verify_export(
     backend: Annotated[
         Literal["reference", "gather", "triton"] | None, option("backend of sparse attention (by device)")
     ] = None,
+    layers: Annotated[str | None, option("layers to check (all)", metavar="N,N,...")] = None,
     device: Device = None,
 ) -> None:
     """Check our model against the golden tensors of an exported sparse checkpoint.
 
     Another engine can do the same in a few lines: load the weights of the folder, write a function that computes the
     self-attention of one layer for a `vsa.checkpoints.golden.GoldenCase`, and pass it to `check_golden`. Exits with
-    status 1 if the error of a layer exceeds the tolerance.
+    status 1 if a layer has no golden tensors or its error exceeds the tolerance.
 
     \b
     vsa verify-export EXPORT
@@ -29,4 +31,4 @@ def verify_export(
     """
     from vsa.checkpoints.verify import verify_export
 
-    verify_export(folder, backend=backend, device=device)
+    verify_export(folder, layers=numbers("--layers", layers, int), backend=backend, device=device)
