@@ -517,7 +517,7 @@ def test_dtype_and_golden_tensors_of_what_was_written(tmp_path):
     files, source = WeightFiles(tmp_path / "b"), WeightFiles(tmp_path / "a")
     assert all(torch.equal(files.read(key), source.read(key).to(torch.bfloat16)) for key in source.keys)
     assert list(load_file(tmp_path / "b/golden.safetensors")) == ["blocks.1.hidden", "blocks.1.out"]
-    verify_export(tmp_path / "b", device="cpu")
+    verify_export(tmp_path / "b", layers=[1], device="cpu")
 
 
 def test_sampling_settings_are_written_over(tmp_path):

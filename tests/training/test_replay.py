@@ -60,7 +60,7 @@ def test_a_nan_of_the_data_is_found_again(training, command_line):
 
 
 def test_the_first_step_is_replayed(training):
-    training("trainer.max_steps=1", "run=first", callbacks=(Spoil("latents", step=0),))
+    training("trainer.max_steps=2", "run=first", callbacks=(Spoil("latents", step=0),))
     (path,) = dumps_of(training.folder("first"))
     assert replay_step(path, accelerator="cpu").reproduced
 

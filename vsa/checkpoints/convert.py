@@ -25,7 +25,7 @@ from vsa.checkpoints.sparse_config import SPARSE_CONFIG, Grid, SparseAttentionCo
 from vsa.checkpoints.wan import Layout, attention_of, export_pretrained, method_options, refuse_other_attention
 from vsa.checkpoints.wan_config import video_dit_arguments
 from vsa.checkpoints.wan_names import is_gate
-from vsa.checkpoints.weight_files import refuse_existing, refuse_other_tensors
+from vsa.checkpoints.weight_files import finite, refuse_existing, refuse_other_tensors
 from vsa.checkpoints.weight_source import open_network
 from vsa.checkpoints.weights import WeightSource
 from vsa.checkpoints.weights_run import write_weights_run
@@ -206,7 +206,11 @@ def convert(source: WeightSource, out: Path, options: Conversion, *, like: str |
         refuse_for_fastvideo(sparse)
     dtype = None if options.dtype is None else getattr(torch, options.dtype)
     if options.to == "run":
-        tensors = {name: value if dtype is None else value.to(dtype) for name, value in source.items()}
+        tensors = dict(source)
+        if dtype is not None:
+            tensors = {
+                name: finite(value.to(dtype), name, f"the weights in {dtype}") for name, value in tensors.items()
+            }
         write_run(out, tensors, arguments, sparse, steps, sampling)
     else:
 

@@ -20,7 +20,7 @@ from vsa.attention.full import FullAttention
 from vsa.checkpoints.convert import with_dtypes
 from vsa.checkpoints.wan import export_pretrained, gate_names
 from vsa.checkpoints.wan_names import is_gate
-from vsa.checkpoints.weight_files import refuse_existing
+from vsa.checkpoints.weight_files import finite, refuse_existing
 from vsa.checkpoints.weight_source import RunWeights, open_weights
 from vsa.checkpoints.weights import WeightSource
 from vsa.checkpoints.weights_run import write_weights_run
@@ -76,9 +76,7 @@ class MergedTensors(Mapping[str, Tensor]):
         if name not in self._base:
             return sparse
         merged = merge(self._base[name], sparse, self._few_step[name], *self._weights).to(sparse.dtype)
-        if not merged.isfinite().all():
-            raise ValueError(f"the merged {name} is not finite in {sparse.dtype}, with weights {self._weights}")
-        return merged
+        return finite(merged, name, f"the merged weights in {sparse.dtype} with the factors {self._weights}")
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._sparse)

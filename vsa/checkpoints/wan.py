@@ -23,7 +23,7 @@ from vsa.checkpoints.sparse_config import (
 )
 from vsa.checkpoints.wan_config import SPARSE_FLAG, transformer_config
 from vsa.checkpoints.wan_names import diffusers_to_wan, wan_config
-from vsa.checkpoints.weight_files import exhaust, refuse_existing, some, write_weights
+from vsa.checkpoints.weight_files import exhaust, finite, refuse_existing, some, write_weights
 from vsa.files import atomic_folder
 from vsa.models.sharding import whole
 from vsa.models.video_dit import VideoDiT
@@ -135,7 +135,7 @@ def export_pretrained(
         value = whole(parameters[name]) if tensors is None else tensors(name)
         if value.shape != parameters[name].shape:
             raise ValueError(f"{name} has shape {tuple(value.shape)}, the model {tuple(parameters[name].shape)}")
-        return value.to(dtype) if dtype is not None else value
+        return finite(value if dtype is None else value.to(dtype), name, f"the weights in {dtype or value.dtype}")
 
     sizes = {
         diffusers_to_wan(name) if layout == "wan" else name: p.numel() * (dtype or p.dtype).itemsize

@@ -74,7 +74,7 @@ class RunWeights(WeightSource):
     def __str__(self) -> str:
         return f"{self.source} ({self.group} weights)"
 
-    def __getitem__(self, name: str) -> Tensor:
+    def _read(self, name: str) -> Tensor:
         key = self.keys_in_files[name]
         return self.files.read(key) if self._lora is None else merged_tensor(self.files.read, key, self._lora)
 

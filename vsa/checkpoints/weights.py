@@ -16,7 +16,7 @@ from vsa.checkpoints.sampling_settings import sampling_part
 from vsa.checkpoints.sparse_config import SparseAttentionConfig
 from vsa.checkpoints.wan import Gates, gate_names, refuse_other_gates, refuse_random_gates
 from vsa.checkpoints.wan_names import is_gate
-from vsa.checkpoints.weight_files import TensorFiles, refuse_other_tensors
+from vsa.checkpoints.weight_files import TensorFiles, finite, refuse_other_tensors
 from vsa.diffusion.sampler import step_list
 from vsa.models.sharding import fill
 from vsa.models.video_dit import VideoDiT
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 class WeightSource(Mapping[str, Tensor], ABC):
     """Tensors of a network by parameter name, with adapters merged, read one at a time; opening reads headers only.
 
+    A tensor with NaN or infinity is a ValueError where it is read.
+
     Args:
         source: specification that opens the weights again: a checkpoint folder, another folder or a Hugging Face id.
         files: files with the tensors.
@@ -40,6 +42,9 @@ class WeightSource(Mapping[str, Tensor], ABC):
         self.source, self.files, self.keys_in_files, self.state = source, files, keys, state
 
     def __getitem__(self, name: str) -> Tensor:
+        return finite(self._read(name), name, self.name)
+
+    def _read(self, name: str) -> Tensor:
         return self.files.read(self.keys_in_files[name])
 
     def __iter__(self) -> Iterator[str]:
@@ -174,4 +179,4 @@ class WeightSource(Mapping[str, Tensor], ABC):
                 block.method.reset_extra_parameters()  # type: ignore[union-attr, operator]
 
     def _rows(self, name: str, start: int, stop: int) -> Tensor:
-        return self.files.rows(self.keys_in_files[name], start, stop)
+        return finite(self.files.rows(self.keys_in_files[name], start, stop), name, self.name)

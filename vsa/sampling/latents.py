@@ -15,7 +15,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-from vsa.checkpoints.weight_files import read_json
+from vsa.checkpoints.weight_files import finite, read_json
 from vsa.checkpoints.weight_source import Group, is_run, open_weights
 from vsa.data.batch import pad_text
 from vsa.data.codecs import Codec, WanVAE, check_frames
@@ -196,6 +196,8 @@ class PipelineTeacher:
                 folder, torch_dtype=self._dtype, output_loading_info=True
             )
             refuse_missing(loaded[1], folder)
+            for name, parameter in loaded[0].named_parameters():
+                finite(parameter.detach(), name, str(folder))
             self._loaded = loaded[0].to(self._device).eval().requires_grad_(False)
         return self._loaded
 

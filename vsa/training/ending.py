@@ -80,6 +80,7 @@ def fit(trainer: L.Trainer, module: DiffusionModule, datamodule: Any, run_dir: P
         requeue: requeue a SLURM job that SIGUSR1 has stopped.
 
     Raises:
+        FloatingPointError: the gradients of no step were finite.
         SystemExit: a signal or the scheduler's deadline ended the run; rank 0 has status 128 + the signal's number, or
             `DEADLINE_STATUS`.
     """
@@ -122,6 +123,9 @@ def fit(trainer: L.Trainer, module: DiffusionModule, datamodule: Any, run_dir: P
             owner.callbacks.append(Steps(watch))
             trainer.fit(module, datamodule=datamodule)
         number = module.status.received
+        if number in (None, DEADLINE):
+            for clipper in module.clippers.values():
+                clipper.refuse_all_dropped()
     except Stopped as stop:
         if module.status.stage != "steps":
             raise

@@ -50,9 +50,10 @@ class GradientClipper:
     """
 
     def __init__(self, *, clip: float, max_skipped: int, network: str = "", waits: bool = False):
-        self.clip, self.max_skipped, self._network, self.waits = clip, max_skipped, network, waits
+        self.clip, self.max_skipped, self.waits = clip, max_skipped, waits
+        self._of = f" of {network}" if network else ""
         self._skipped = False
-        self._skipped_total = self._in_row = 0
+        self._skipped_total = self._in_row = self._made = 0
         # of the last update: its norm and its step
         self._unread: tuple[Arriving, int] | None = None
         self.on_drop: Callable[[int], None] | None = None
@@ -85,6 +86,7 @@ class GradientClipper:
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
             torch.nn.utils.clip_grads_with_norm_(parameters, self.clip, total)
         self._unread = Arriving.of(total), step
+        self._made += 1
         if optimizer.param_groups[0].get("fused") and not self.waits:
             # a fused AdamW does nothing where this is 1, as for gradients scaled to fp16
             optimizer.found_inf = (~total.isfinite()).float()  # type: ignore[attr-defined]
@@ -124,10 +126,16 @@ class GradientClipper:
         if self.on_drop is not None:
             self.on_drop(step)
         if self._in_row >= self.max_skipped:
-            of = f" of {self._network}" if self._network else ""
             raise FloatingPointError(
-                f"gradients{of} were not finite for {self._in_row} steps in a row, "
+                f"gradients{self._of} were not finite for {self._in_row} steps in a row, "
                 f"the last one step {step}: training stopped"
+            )
+
+    def refuse_all_dropped(self) -> None:
+        """Raise FloatingPointError at the end of a training if it dropped every update, so that nothing was trained."""
+        if self.skipped and self._in_row >= self._made:
+            raise FloatingPointError(
+                f"gradients{self._of} were not finite in any of {self._made} steps: nothing was trained"
             )
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:

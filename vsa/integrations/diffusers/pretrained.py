@@ -17,6 +17,7 @@ from vsa.checkpoints.wan_config import video_dit_arguments
 from vsa.checkpoints.wan_names import is_gate
 from vsa.checkpoints.weight_files import (
     WeightFiles,
+    finite,
     pretrained_folder,
     read_json,
     refuse_key_difference,
@@ -102,6 +103,8 @@ def load_sparse(
             transformer = WanTransformer3DModel.from_pretrained(folder, dtype=dtype)
         finally:
             logging.set_verbosity(verbosity)
+        for name, parameter in transformer.named_parameters():
+            finite(parameter.detach(), name, str(folder))
     family = family_of(transformer)
     num_layers = len(family.blocks(transformer))
     if config.num_layers != num_layers:
@@ -139,4 +142,4 @@ def _load_gates(transformer: Any, applied: Applied, weights: WeightFiles) -> Non
     gates = {key: weights.shape(key) for key in weights.keys if is_gate(key)}
     refuse_other_tensors(expected, gates, str(weights.folder))
     for key, target in targets.items():
-        target.copy_(weights.read(key))
+        target.copy_(finite(weights.read(key), key, str(weights.folder)))
