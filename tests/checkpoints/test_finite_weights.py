@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,21 @@ def test_exports_are_refused_too_and_a_dtype_that_is_too_small(tmp_path, command
         status, _, err = command_line(*narrow)
         assert (status, f"in torch.float16: 1 values of {NAME} are NaN or infinite" in err) == (1, True), err
         assert not (tmp_path / "narrow").exists()
+
+
+def test_statistics_of_the_latents_in_an_export(tmp_path, command_line):
+    run = write_run(tmp_path / "run")
+    assert command_line("convert", str(run), str(tmp_path / "export"))[0] == 0
+    path = tmp_path / "export" / "sampling.json"
+    content = json.loads(path.read_text())
+    for change, message in (
+        ({"latent_std": [1.0]}, "latent_mean and latent_std must have one number for each of"),
+        ({"latent_std": [-1.0] * 16}, "latent_std[0]=-1.0: expected a number from 1e-09"),
+        ({"latent_mean": [torch.nan] * 16}, "latent_mean[0]=nan"),
+    ):
+        path.write_text(json.dumps({**content, **change}))
+        status, _, err = command_line("convert", str(path.parent), str(tmp_path / "again"), "--to", "run")
+        assert (status, f"{path} has {message}" in err, err.count("\n")) == (1, True, 1), err
 
 
 def test_adapters(tmp_path):

@@ -1,6 +1,7 @@
 """`state.json`: no changed byte, lost digest or impossible value passes, and every refusal is one line."""
 
 import json
+import math
 import random
 
 import pytest
@@ -83,8 +84,16 @@ def test_a_lost_digest_is_damage_and_the_first_schema_has_none(pair):
         ({"skipped_steps": 13}, "expected at most the 12 steps"),
         ({"skipped_in_row": 3}, "expected at most the 2 skipped steps"),
         ({"flops_total": float("nan")}, "has flops_total=nan"),
-        ({"latent_std": [0.0]}, "expected a number above 0 for each channel"),
-        ({"latent_mean": "x"}, "expected a number for each channel"),
+        *(
+            ({"latent_std": [value]}, rf"has latent_std\[0\]={value}: expected a number from 1e-09 to 65504")
+            for value in (0.0, -1.0, math.nan, math.inf)
+        ),
+        ({"latent_mean": "x"}, "has latent_mean='x': expected a list of numbers"),
+        ({"latent_mean": [math.nan]}, r"has latent_mean\[0\]=nan"),
+        ({"latent_std": [1, 1]}, "one number for each of the latents' channels, 1, got 1 and 2"),
+        ({"latent_std": None}, "has latent_std=None"),
+        ({"latent_shapes": [[16, 2, 8, 8]]}, "one number for each of the latents' channels, 16, got 1 and 1"),
+        ({"latent_shapes": "x"}, "one number for each of the latents' channels, None, got 1 and 1"),
         ({"seed": True}, "has seed=True"),
         ({"without_gradient": {"optimizer": None}}, "expected names of parameters by group"),
         ({"allowed_changes": {}}, "expected a list"),

@@ -188,6 +188,23 @@ def test_hashes_follow_weights_config_and_tokens(folder: Path, vae: WanVAE, tmp_
     assert UMT5Encoder(str(copy)).hash != encoder.hash
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"latents_std": [1.0]}, "latents_mean and latents_std must have one number for each of .*, 16, got 16 and 1"),
+        ({"latents_std": [1.0] * 15 + [0.0]}, r"latents_std\[15\]=0.0: expected a number from 1e-09"),
+        ({"latents_mean": [float("nan")] * 16}, r"latents_mean\[0\]=nan"),
+        ({"latents_mean": "x"}, "latents_mean='x': expected a list"),
+    ],
+)
+def test_statistics_of_another_number_of_channels(change: dict, message: str, folder: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(folder / "vae", tmp_path / "vae")
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps({**config, **change}))
+    with pytest.raises(ValueError, match=f"config.json has {message}"):
+        WanVAE(str(copy))
+
+
 def test_weights_digest_is_of_tensors_not_of_files(tmp_path: Path) -> None:
     model = make_vae()
     model.save_pretrained(tmp_path / "one")

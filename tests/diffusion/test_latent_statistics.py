@@ -1,3 +1,4 @@
+import pytest
 import torch
 
 from vsa.diffusion.latent_statistics import LatentStatistics
@@ -12,3 +13,10 @@ def test_channels_have_zero_mean_and_unit_variance_and_come_back():
     torch.testing.assert_close(normal.mean(axes), torch.zeros(3), atol=1e-5, rtol=0)
     torch.testing.assert_close(normal.std(axes), torch.ones(3))
     torch.testing.assert_close(statistics.denormalise(normal), latents)
+
+
+def test_one_value_is_not_spread_over_all_channels():
+    statistics = LatentStatistics.of(([0.5], [2.0]))
+    for change in (statistics.normalise, statistics.denormalise):
+        with pytest.raises(ValueError, match="the latents have 3 channels, their statistics 1"):
+            change(torch.zeros(1, 3, 2, 2, 2))

@@ -237,7 +237,7 @@ def test_black_and_broken_clips_are_found(tiny: Path, command_line):
     assert status == 1
     assert err.splitlines() == ["error: black 1 is above the allowed 0.5", "error: uniform 1 is above the allowed 0.5"]
     # no bar is needed for NaN
-    add_checkpoint(tiny, 9, scale=math.nan)
+    add_checkpoint(tiny, 9, scale=1e30)
     status, _, err = command_line("evaluate", str(tiny), *QUICK, "--no-val-loss")
     assert (status, err) == (1, "error: non_finite 1 is above the allowed 0\n")
 

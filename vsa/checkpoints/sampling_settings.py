@@ -13,6 +13,7 @@ from typing import Any
 
 from vsa.checkpoints.sparse_config import SparseAttentionConfig
 from vsa.checkpoints.weight_files import read_json
+from vsa.data.index_values import channel_statistics
 
 SAMPLING = "sampling.json"
 _STATE = ("latent_mean", "latent_std", "latent_shapes", "codec", "text_encoder")
@@ -70,4 +71,8 @@ def read_sampling_part(folder: Path) -> dict[str, Any] | None:
     part = sampling_part(values)
     if part is None or part != values:
         raise ValueError(f"{folder / SAMPLING} is not what a conversion of this project writes")
+    try:
+        channel_statistics(part)
+    except ValueError as error:
+        raise ValueError(f"{folder / SAMPLING} has {error}") from None
     return part

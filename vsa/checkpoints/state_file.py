@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from vsa.data.index_values import channel_statistics
 from vsa.moved import moved_targets
 
 SCHEMA, SHARDED_SCHEMA = 2, 3
@@ -78,6 +79,11 @@ def read_state(folder: Path) -> dict[str, Any]:
         if not fits(state[name]):
             value = one_line(state[name])
             raise ValueError(f"checkpoint {folder} is damaged: {_FILE} has {name}={value}, expected {expected}")
+    if "latent_mean" in state or "latent_std" in state:
+        try:
+            channel_statistics(state)
+        except ValueError as error:
+            raise ValueError(f"checkpoint {folder} is damaged: {_FILE} has {error}") from None
     state.pop("digest", None)
     if "config" in state:
         state["config"] = moved_targets(state["config"])
@@ -112,8 +118,6 @@ def _expected(folder: Path, state: Mapping[str, Any]) -> dict[str, tuple[Callabl
         "flops_total": (lambda flops: _is_number(flops) and flops >= 0, "a number of at least 0"),
         "without_gradient": (_are_names, "names of parameters by group"),
         "allowed_changes": (lambda changes: isinstance(changes, list), "a list"),
-        "latent_mean": (_are_numbers, "a number for each channel"),
-        "latent_std": (lambda std: _are_numbers(std) and min(std) > 0, "a number above 0 for each channel"),
     }
     return always | {name: others[name] for name in others if name in state}
 
@@ -124,10 +128,6 @@ def _is_count(value: Any) -> bool:
 
 def _is_number(value: Any) -> bool:
     return type(value) in (int, float) and math.isfinite(value)
-
-
-def _are_numbers(values: Any) -> bool:
-    return isinstance(values, list) and bool(values) and all(map(_is_number, values))
 
 
 def _are_settings(config: Any) -> bool:

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, Protocol
 import torch
 from torch import Tensor
 
+from vsa.data.index_values import channel_statistics
 from vsa.data.pretrained import component_folder, config_digest, read_config, refuse_missing, weights_digest
 from vsa.settings import Bound, checked
 from vsa.transfer import sent
@@ -173,8 +174,11 @@ class WanVAE:
         # older configs omit the factors of Wan 2.1
         spatial = int(config.get("scale_factor_spatial") or 8)
         self.stride = (int(config.get("scale_factor_temporal") or 4), spatial, spatial)
-        self._mean = torch.tensor(config["latents_mean"], dtype=torch.float32)
-        self._std = torch.tensor(config["latents_std"], dtype=torch.float32)
+        try:
+            pair = channel_statistics(config, self.channels, ("latents_mean", "latents_std"))
+        except ValueError as error:
+            raise ValueError(f"{self._folder / 'config.json'} has {error}") from None
+        self._mean, self._std = (torch.tensor(values, dtype=torch.float32) for values in pair)
         self.statistics: tuple[Tensor, Tensor] | None = (self._mean, self._std)
         self.id = f"wan-vae-{'x'.join(map(str, self.stride))}-c{self.channels}"
         content = [self.id, "v1", config_digest(config), weights_digest(self._folder)]

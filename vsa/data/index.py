@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from vsa.data.codecs import Codec
-from vsa.data.index_values import digest, reals, whole, wholes, words
+from vsa.data.index_values import channel_statistics, digest, whole, wholes, words
 from vsa.data.plan import Shape
 from vsa.data.text import TextEncoder
 
@@ -303,11 +303,12 @@ def _parse(content: dict[str, Any]) -> DatasetIndex:
         odd = sorted(latents.keys() ^ texts.keys())
         raise ValueError(f"{len(odd)} samples without latent or text, first {odd[0]!r}")
     null = content["null_text"]
-    index = DatasetIndex(
+    mean, std = channel_statistics(content, codec.channels)
+    return DatasetIndex(
         codec=codec,
         text_encoder=text_encoder,
-        latent_mean=reals("latent_mean", content["latent_mean"]),
-        latent_std=reals("latent_std", content["latent_std"], positive=True),
+        latent_mean=mean,
+        latent_std=std,
         null_text=_span(shards[null["shard"]], null["offset"], null["size"], null["sha256"]),
         shards=shards,
         samples={
@@ -319,11 +320,6 @@ def _parse(content: dict[str, Any]) -> DatasetIndex:
         # absent in data sets of earlier versions
         cond_channels=whole("cond_channels", content.get("cond_channels", 0), 0, _MOST_CHANNELS),
     )
-    if not len(index.latent_mean) == len(index.latent_std) == index.codec.channels:
-        raise ValueError(
-            f"{len(index.latent_mean)} means and {len(index.latent_std)} deviations of {index.codec.channels}"
-        )
-    return index
 
 
 def _about(sample: str, content: dict[str, Any]) -> About:

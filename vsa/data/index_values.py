@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 LARGEST_VALUE = 65504.0
@@ -36,6 +37,26 @@ def reals(name: str, values: Any, *, positive: bool = False) -> tuple[float, ...
         if type(value) not in (int, float) or not least <= value <= LARGEST_VALUE:
             raise ValueError(f"{name}[{i}]={_short(value)}: expected a number from {least:g} to {LARGEST_VALUE:g}")
     return tuple(float(value) for value in values)
+
+
+def channel_statistics(
+    values: Mapping[str, Any], channels: int | None = None, names: tuple[str, str] = ("latent_mean", "latent_std")
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Checked means and standard deviations of latents by channel.
+
+    Args:
+        values: content of a file.
+        channels: channels of the latents, by default those of the `latent_shapes` in the same file.
+        names: keys of the means and of the deviations.
+    """
+    mean, std = (reals(name, values.get(name), positive=name == names[1]) for name in names)
+    if channels is None:
+        shapes = values.get("latent_shapes") or [[len(mean)]]
+        channels = shapes[0][0] if isinstance(shapes, list) and isinstance(shapes[0], list) and shapes[0] else None
+    if not len(mean) == len(std) == channels:
+        expected = "must have one number for each of the latents' channels"
+        raise ValueError(f"{names[0]} and {names[1]} {expected}, {channels}, got {len(mean)} and {len(std)}")
+    return mean, std
 
 
 def wholes(name: str, values: Any, count: int, most: int) -> tuple[int, ...]:

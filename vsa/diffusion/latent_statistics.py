@@ -40,5 +40,7 @@ class LatentStatistics:
         return latents * std + mean
 
     def _like(self, latents: Tensor) -> tuple[Tensor, Tensor]:
+        if latents.shape[1] != len(self.mean):
+            raise ValueError(f"the latents have {latents.shape[1]} channels, their statistics {len(self.mean)}")
         shape = (1, -1, 1, 1, 1)
         return sent(self.mean, latents.device).view(shape), sent(self.std, latents.device).view(shape)

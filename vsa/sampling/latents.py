@@ -25,6 +25,7 @@ from vsa.data.resumable_writer import PartContent, join_parts, write_parts
 from vsa.data.shard_writer import ShardWriter
 from vsa.data.text import TextEncoder, UMT5Encoder
 from vsa.diffusion.flow_matching import noise_like
+from vsa.diffusion.latent_statistics import LatentStatistics
 from vsa.diffusion.sampler import euler_sigmas, guide, sample_euler
 from vsa.sampling.pipeline import load_run, sample_latents, settings_dict
 
@@ -112,8 +113,7 @@ class RunTeacher:
         """Latents `[B, C, t, h, w]`, not normalised."""
         run = self._run
         latents = sample_latents(run.model, run.text_encoder, prompts, seeds, self._settings)
-        mean, std = (s.to(latents.device).view(1, -1, 1, 1, 1) for s in (run.latent_mean, run.latent_std))
-        return latents * std + mean
+        return run.statistics.denormalise(latents)
 
 
 class PipelineTeacher:
@@ -184,8 +184,8 @@ class PipelineTeacher:
         noise = noise_like(torch.empty(len(prompts), *self._shape, device=self._device), seeds)
         latents = sample_euler(velocity, noise, self._sigmas)
         assert self.codec.statistics is not None
-        mean, std = (s.to(latents.device).view(1, -1, 1, 1, 1) for s in self.codec.statistics)
-        return latents * std + mean
+        mean, std = self.codec.statistics
+        return LatentStatistics(mean=mean, std=std).denormalise(latents)
 
     def _transformer(self) -> Any:
         if self._loaded is None:
