@@ -166,7 +166,7 @@ def remove_folder(path: Path) -> None:
 
 def file_digest(path: Path) -> str:
     """SHA-256 of the bytes of a file, in hexadecimal."""
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
@@ -296,16 +296,15 @@ def check_kind(value: Any, kind: Any, name: object, key: str = "") -> None:
         expected = " or ".join(_KINDS.get(one, "null") for one in get_args(outer) or (outer,))
         raise ValueError(f"{name} {f'has {key}=' if key else 'holds '}{shown(value)}, expected {expected}")
     items: Any = value
-    parts: Any = kind
-    if outer is list and parts is not list:
+    if isinstance(kind, list):
         for place, item in enumerate(items):
-            check_kind(item, parts[0], name, f"{key}[{place}]")
-    elif outer is dict and parts is not dict:
-        for part, inner in parts.items():
+            check_kind(item, kind[0], name, f"{key}[{place}]")
+    elif isinstance(kind, dict):
+        for part, inner in kind.items():
             for part_name in items if part is str else [part.removesuffix("?")]:
                 if part_name in items:
                     check_kind(items[part_name], inner, name, f"{key}.{part_name}" if key else str(part_name))
-                elif not part.endswith("?"):
+                elif not str(part).endswith("?"):
                     raise ValueError(f"{name} lacks {f'{key}.' if key else ''}{part_name}")
 
 

@@ -5,10 +5,10 @@ Matplotlib's object interface only: no window system, no global figure state.
 
 from __future__ import annotations
 
-import csv
 import math
 import textwrap
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from vsa.files import whole_lines
+from vsa.files import read_csv
 from vsa.plotting import COLOURS, TITLE, log_axis, save_figure, set_title, step_axis
 
 
@@ -31,14 +31,15 @@ def read_metric(metrics_csv: str | Path, column: str) -> tuple[np.ndarray, np.nd
     Raises:
         ValueError: the file has no such column, or a value that is no number; names file and column.
     """
-    with open(metrics_csv, newline="") as file:
-        reader = csv.DictReader(whole_lines(file))
-        if column not in (reader.fieldnames or []):
-            raise ValueError(f"{metrics_csv} has no column {column}, it has {', '.join(reader.fieldnames or [])}")
-        rows = [(row["step"], row[column]) for row in reader if row[column]]
+    rows = read_csv(metrics_csv, ("step", column), growing=True)[1]
+    return _curve(metrics_csv, rows, column)
+
+
+def _curve(metrics_csv: str | Path, rows: Sequence[Mapping[str, str]], column: str) -> tuple[np.ndarray, np.ndarray]:
+    cells = [(row["step"], row[column]) for row in rows if row[column]]
     try:
-        return np.array([int(s) for s, _ in rows]), np.array([float(v) for _, v in rows])
-    except ValueError as error:
+        return np.array([int(s) for s, _ in cells], dtype=np.int64), np.array([float(v) for _, v in cells])
+    except (ValueError, OverflowError) as error:
         raise ValueError(f"{metrics_csv}, column {column}: {error}") from None
 
 
@@ -46,19 +47,24 @@ def logged_metrics(metrics_csv: str | Path, columns: Sequence[str]) -> dict[str,
     """Steps and values of those of `columns` in which something was logged, in their order; none without the file.
 
     Raises:
-        ValueError: a value that is no number; names file and column.
+        ValueError: the file is damaged, or a value is no number; names file and column.
     """
-    if not Path(metrics_csv).exists():
+    try:
+        there, rows = read_csv(metrics_csv, growing=True)
+    except FileNotFoundError:
         return {}
-    with open(metrics_csv, newline="") as file:
-        there = csv.DictReader(whole_lines(file)).fieldnames or []
-    read = {column: read_metric(metrics_csv, column) for column in columns if column in there}
+    if rows and "step" not in there:
+        raise ValueError(f"{metrics_csv} has no column step")
+    read = {column: _curve(metrics_csv, rows, column) for column in columns if column in there}
     return {column: (steps, values) for column, (steps, values) in read.items() if len(steps)}
 
 
 def final_loss(run: Path) -> float:
-    """The last validation loss of a run, without one the last training loss; infinite where there is neither."""
-    curves = logged_metrics(run / "metrics.csv", ("val/loss", "train/loss"))
+    """The last validation loss of a run, without one the last training loss; infinite where neither can be read."""
+    curves = {}
+    # a damaged file of one run ends no sweep
+    with suppress(ValueError):
+        curves = logged_metrics(run / "metrics.csv", ("val/loss", "train/loss"))
     last = next((float(values[-1]) for _, values in curves.values()), math.inf)
     return last if math.isfinite(last) else math.inf
 

@@ -118,6 +118,9 @@ def _of_state(runs: Sequence[Run], missing: Sequence[Missing]) -> Iterator[str]:
     if states:
         counts = ", ".join(f"{count} {state}" for state, count in states.items())
         yield f"Not all runs have finished ({counts}): their last losses are not final."
+    for run in runs:
+        if run.damaged:
+            yield f"The record of {run.name} is left out: {run.damaged}."
     waiting = sum(one.status == "waiting" for one in missing)
     if waiting:
         yield f"Points of the sweep that have not started: {waiting}."

@@ -47,7 +47,10 @@ def report(folders: Sequence[Path], *, out: Path | None = None, clips_mb: float 
     console = Console()
     _print(console, root, runs, missing)
     for run in runs:
-        _draw_loss(run)
+        try:
+            _draw_loss(run)
+        except (ValueError, OSError) as error:
+            console.print(f"no loss.png of {run.name}: {error}", soft_wrap=True, markup=False, highlight=False)
     if single:
         path, beside = write_run_page(runs[0], out=out, clips_mb=clips_mb), ""
     else:

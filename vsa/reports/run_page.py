@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 
-from vsa.files import write_whole
+from vsa.files import read_json, write_whole
 from vsa.pages.page import figure_html, list_html, page, picture_html, section_html
 from vsa.reports.clips import clips_html, run_clip_table
 from vsa.reports.header import shown_path
@@ -121,11 +120,12 @@ def _without_steps(run: Run) -> str:
 def _score(run: Run) -> str:
     """What `benchmarks.toy.score` has found, if it has scored the run."""
     try:
-        record = json.loads((run.folder / SCORE).read_text(encoding="utf-8"))
-        shares = ", ".join(f"{name} {float(share):.1%}" for name, share in record["model"].items())
-        return f"right in {int(record['clips'])} samples: {shares}"
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        record = read_json(run.folder / SCORE, kind={"clips": int, "model": {str: float}}, inside=run.folder)
+    except FileNotFoundError:
         return ""
+    except (OSError, ValueError) as error:
+        return f"left out: {error}"
+    return f"right in {record['clips']} samples: {', '.join(f'{k} {v:.1%}' for k, v in record['model'].items())}"
 
 
 def _first_and_last(run: Run) -> str:
@@ -151,7 +151,7 @@ def _careful(run: Run) -> Iterator[str]:
     for what, many, _ in faults(run):
         if what not in ("stopped", "failed", "killed"):
             yield f"{what[0].upper()}{what[1:]}: {many}. See Faults."
-    changed = [str(commit) for commit in run.manifest.get("commits", []) or [] if str(commit).endswith("+")]
+    changed = [str(commit) for commit in run.manifest.get("commits", []) if str(commit).endswith("+")]
     if changed:
         yield f"Files were changed after the commit in {', '.join(changed)}: the commit does not say what ran."
 
@@ -170,4 +170,4 @@ def _not_shown(run: Run, chart_keys: list[str], clips: object, attention: Path) 
     if not run.settings:
         yield "Settings: config.yaml is missing."
     if not run.starts:
-        yield "Starts and environment: the run is of a version that did not record them."
+        yield f"Starts and environment: {run.damaged or 'the run is of a version that did not record them'}."

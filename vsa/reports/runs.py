@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import io
 import json
 import math
@@ -16,11 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 
 from vsa.checkpoints.run_checkpoint import list_checkpoints, read_checkpoint
 from vsa.checkpoints.run_folder import MANIFEST, PROJECT, in_use
-from vsa.files import whole_lines
+from vsa.files import CSV_LIMIT, check_kind, open_regular, read_csv, read_json, read_text, read_yaml, whole_lines
 
 METRICS, SWEEP = "metrics.csv", "sweep.json"
 # folders of a run that contain no other runs
@@ -35,6 +33,9 @@ _WHOLE = re.compile(r"(?!.*_layer_|grad_norm/.*layer).*")
 # a metrics.csv without run.json is a run's if it has one of these; other programs write files of this name too
 _LOSSES = ("train/loss", "train/loss_data", "val/loss", "fake_score/loss")
 _SEED_OR_LR = re.compile(r"([-_,.]?(lr|seed)[-_=]?\d[\d.e+-]*)+$")
+# contents of run.json and sweep.json
+_MANIFEST_KIND = {"written_by?": object, "commits?": [str | None], "starts?": [dict]}
+_SWEEP_KIND = {"points": [{"name": str, "status": str, "reason?": str | None, "device?": str | None}]}
 _WITHOUT_METRICS = {"waiting": "not started yet", "running": "no metrics yet"}
 
 Curve = tuple[np.ndarray, np.ndarray]
@@ -83,6 +84,7 @@ class Run:
         point: entry in the sweep that the run belongs to, None without a sweep.
         parameters: number of parameters of the network, None without a readable checkpoint.
         writing: whether a process is writing to the folder.
+        damaged: why `run.json` cannot be read; empty where it can, or is missing.
     """
 
     folder: Path
@@ -94,6 +96,7 @@ class Run:
     point: Point | None
     parameters: int | None
     writing: bool
+    damaged: str = ""
 
     def last(self, *columns: str) -> float | None:
         """Last value of the first of `columns` that was logged, None if none was."""
@@ -132,8 +135,7 @@ class Run:
     @property
     def starts(self) -> list[Mapping[str, Any]]:
         """All starts in the manifest; empty for a run of an earlier version."""
-        starts = self.manifest.get("starts")
-        return [start for start in starts if isinstance(start, Mapping)] if isinstance(starts, list) else []
+        return self.manifest.get("starts", [])
 
     @property
     def status(self) -> str:
@@ -154,7 +156,8 @@ class Run:
     def seed(self) -> int | None:
         """Seed of the settings, else the seed in the name."""
         match = re.search(r"seed[-_=]?(\d+)", self.name)
-        return self.settings.get("seed", int(match[1]) if match else None)
+        seed = self.settings.get("seed", int(match[1]) if match else None)
+        return seed if isinstance(seed, int) else None
 
     @property
     def step_seconds(self) -> float | None:
@@ -208,14 +211,18 @@ def find_runs(folders: Sequence[Path]) -> tuple[Path, list[Run], list[Missing]]:
         if not paths_by_top[top]:
             raise ValueError(f"no run in {folder}: {METRICS} is missing there and in every folder below")
     paths = sorted({path for inside in paths_by_top.values() for path in inside})
-    points = {path / point.name: point for path in paths for point in _points(path / SWEEP)}
-    runs, missing = [], []
+    points, runs, missing = {}, [], []
+    for path in paths:
+        try:
+            points |= {path / point.name: point for point in _points(path / SWEEP)}
+        except ValueError as error:
+            missing.append(Missing(name=SWEEP, status="unreadable", reason=_one_line(error)))
     for path in (path for path in paths if (path / METRICS).is_file()):
         try:
             _refuse_foreign(path)
             runs.append(_read_run(path, root, points.get(path)))
-        except (ValueError, OSError, KeyError, TypeError, yaml.YAMLError) as error:
-            missing.append(Missing(name=_name(path, root), status="unreadable", reason=" ".join(str(error).split())))
+        except (ValueError, OSError) as error:
+            missing.append(Missing(name=_name(path, root), status="unreadable", reason=_one_line(error)))
     for path, point in points.items():
         if point.reason is not None or not (path / METRICS).is_file():
             reason = point.reason or _WITHOUT_METRICS.get(point.status, "it left no metrics")
@@ -225,32 +232,36 @@ def find_runs(folders: Sequence[Path]) -> tuple[Path, list[Run], list[Missing]]:
 
 def is_run(folder: Path) -> bool:
     """Whether a folder is a run folder; the run may have logged nothing yet."""
-    return (folder / METRICS).is_file() or _manifest(folder / MANIFEST).get("written_by") == PROJECT
+    return (folder / METRICS).is_file() or _manifest(folder / MANIFEST)[0].get("written_by") == PROJECT
 
 
 def read_run(folder: Path) -> Run:
     """One run with all of its metrics, which are empty if it has logged nothing yet."""
-    if not _columns(folder) and _manifest(folder / MANIFEST).get("written_by") != PROJECT:
+    if not _columns(folder) and _manifest(folder / MANIFEST)[0].get("written_by") != PROJECT:
         raise ValueError(_not_a_run(folder, "is empty"))
     _refuse_foreign(folder)
     try:
         return _read_run(folder.resolve(), folder.resolve(), None, pattern=_WHOLE)
-    except (OSError, KeyError, TypeError, AttributeError, yaml.YAMLError) as error:
-        raise ValueError(f"{folder} cannot be read: {' '.join(str(error).split())}") from None
+    except OSError as error:
+        raise ValueError(f"{folder} cannot be read: {_one_line(error)}") from None
 
 
 def _columns(folder: Path) -> list[str]:
     """Columns of `metrics.csv`; empty without the file."""
     if not (folder / METRICS).is_file():
         return []
-    with open(folder / METRICS, encoding="utf-8", errors="replace") as file:
-        return [name for name in file.readline().strip().split(",") if name]
+    with open_regular(folder / METRICS) as file:
+        return [name for name in file.readline(CSV_LIMIT).decode(errors="replace").strip().split(",") if name]
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
 
 
 def _refuse_foreign(folder: Path) -> None:
     """Raise ValueError if another program wrote `metrics.csv`; one without metrics may be that of a run's beginning."""
     columns = _columns(folder)
-    if columns in ([], ["step"]) or _manifest(folder / MANIFEST).get("written_by") == PROJECT:
+    if columns in ([], ["step"]) or _manifest(folder / MANIFEST)[0].get("written_by") == PROJECT:
         return
     if "step" not in columns:
         raise ValueError(_not_a_run(folder, "has no column step"))
@@ -275,12 +286,16 @@ def _name(path: Path, root: Path) -> str:
 
 
 def _points(path: Path) -> Iterator[Point]:
-    """Points of a sweep; none if the file is not that of a sweep."""
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        for point in json.loads(path.read_text(encoding="utf-8"))["points"]:
+    """Points of a sweep; none without the file."""
+    with suppress(OSError):
+        content = read_json(path, kind=object)
+        # another program's file of this name is no sweep
+        ours = isinstance(content, dict) and "points" in content
+        check_kind(content if ours else {"points": []}, _SWEEP_KIND, path)
+        for point in content["points"] if ours else ():
             yield Point(
-                name=str(point["name"]),
-                status=str(point["status"]),
+                name=point["name"],
+                status=point["status"],
                 reason=point.get("reason"),
                 control=bool(point.get("control")),
                 device=point.get("device"),
@@ -289,16 +304,18 @@ def _points(path: Path) -> Iterator[Point]:
 
 def _read_run(folder: Path, root: Path, point: Point | None, *, pattern: re.Pattern[str] = _COMPARED) -> Run:
     metrics = folder / METRICS
+    manifest, damaged = _manifest(folder / MANIFEST)
     return Run(
         folder=folder,
         name=_name(folder, root),
         settings=_settings(folder / "config.yaml"),
         metrics=read_metrics(metrics, pattern) if metrics.is_file() else {},
         validation=_validation(folder / "validation.csv"),
-        manifest=_manifest(folder / MANIFEST),
+        manifest=manifest,
         point=point,
         parameters=_parameters(folder),
         writing=in_use(folder),
+        damaged=damaged,
     )
 
 
@@ -312,13 +329,15 @@ def read_metrics(path: Path, wanted: re.Pattern[str] = _COMPARED) -> dict[str, C
         wanted: pattern of the metrics to read.
 
     Raises:
-        ValueError: a value is not a number; the message names file, row and column.
+        ValueError: the file is damaged, or a value is not a number; the message names file, row and column.
     """
-    with open(path, encoding="utf-8") as file:
-        header = file.readline().rstrip("\n").split(",")
-        lines = [line for line in whole_lines(file) if line.count(",") == len(header) - 1]
+    file = io.StringIO(read_text(path, limit=CSV_LIMIT))
+    header = file.readline().rstrip("\n").split(",")
+    if "step" not in header and header != [""]:
+        raise ValueError(f"{path} has no column step")
+    lines = [line for line in whole_lines(file) if line.count(",") == len(header) - 1]
     names = ["step", *(name for name in header if name != "step" and wanted.fullmatch(name))]
-    if "step" not in header or not lines:
+    if not lines:
         return {}
     # NaN marks empty cells from here on, hence a NaN loss becomes infinite, which is equally bad; empty cells are
     # replaced twice, because neighbouring ones share a comma
@@ -328,17 +347,15 @@ def read_metrics(path: Path, wanted: re.Pattern[str] = _COMPARED) -> dict[str, C
         table = np.loadtxt(io.StringIO(text), delimiter=",", comments=None, usecols=columns, ndmin=2)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
+    if not np.isfinite(table[:, 0]).all():
+        raise ValueError(f"{path} has a row without its step")
     steps = table[:, 0].astype(np.int64)
     logged = {name: ~np.isnan(values) for name, values in zip(names[1:], table.T[1:], strict=True)}
     return {name: (steps[there], table[there, i]) for i, (name, there) in enumerate(logged.items(), 1) if there.any()}
 
 
 def _settings(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    config = yaml.load(path.read_text(encoding="utf-8"), Loader=loader)
-    return dict(_leaves(config)) if isinstance(config, Mapping) else {}
+    return dict(_leaves(read_yaml(path))) if path.exists() else {}
 
 
 def _leaves(node: Any, key: str = "") -> Iterator[tuple[str, Any]]:
@@ -347,25 +364,28 @@ def _leaves(node: Any, key: str = "") -> Iterator[tuple[str, Any]]:
             yield from _leaves(value, f"{key}.{name}" if key else str(name))
     else:
         # lists are not hashable
-        yield key, json.dumps(node) if isinstance(node, (list, Mapping)) else node
+        plain = isinstance(node, str | int | float | None)
+        yield key, node if plain else json.dumps(node, default=str, skipkeys=True)
 
 
 def _validation(path: Path) -> dict[str, dict[tuple[str, float], float]]:
     losses: dict[str, dict[tuple[str, float], float]] = {}
-    if path.is_file():
-        with open(path, newline="", encoding="utf-8") as file:
-            for row in csv.DictReader(file):
-                key = row["sample"], float(row["noise_level"])
-                losses.setdefault(row["at"], {})[key] = float(row["loss"])
+    for row in read_csv(path, ("at", "sample", "noise_level", "loss"))[1] if path.exists() else ():
+        try:
+            losses.setdefault(row["at"], {})[row["sample"], float(row["noise_level"])] = float(row["loss"])
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
     return losses
 
 
-def _manifest(path: Path) -> dict[str, Any]:
+def _manifest(path: Path) -> tuple[dict[str, Any], str]:
+    """The content of `run.json`, and why it cannot be read."""
     try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return manifest if isinstance(manifest, dict) else {}
+        return read_json(path, kind=_MANIFEST_KIND), ""
+    except FileNotFoundError:
+        return {}, ""
+    except (OSError, ValueError) as error:
+        return {}, _one_line(error)
 
 
 def _parameters(folder: Path) -> int | None:

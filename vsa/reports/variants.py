@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
@@ -173,7 +174,9 @@ def _at_best_lr(family: Sequence[Run]) -> tuple[tuple[Run, ...], dict[float, tup
 
 def _lr(item: tuple[Any, Any]) -> float:
     # YAML parses 1e-3 as text
-    return float(item[0] or 0)
+    with suppress(ValueError, TypeError):
+        return float(item[0] or 0)
+    return 0.0
 
 
 def _by_seed(run: Run) -> tuple[int, str]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from vsa.checkpoints.run_checkpoint import list_checkpoints
 from vsa.checkpoints.run_folder import MANIFEST, check_folder
-from vsa.files import remove_folder, write_whole
+from vsa.files import read_json, remove_folder, write_whole
 from vsa.sweeps.job_queue import Job
 from vsa.sweeps.points import Point
 
@@ -80,14 +80,10 @@ def _values(overrides: Sequence[str]) -> list[str]:
 
 
 def _read(folder: Path) -> list[dict[str, Any]]:
-    path = folder / RECORD
-    if not path.exists():
-        return []
+    point = {"name": str, "overrides": [str], "settings": [str], "status": str}
     try:
-        points = json.loads(path.read_text())["points"]
-        required_keys = {"name", "overrides", "settings", "status"}
-        if not all(required_keys <= set(point) for point in points):
-            raise ValueError("a point lacks values")
-        return points
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is not a record of a sweep: {error}") from None
+        return read_json(folder / RECORD, kind={"points": [point]})["points"]
+    except FileNotFoundError:
+        return []
+    except ValueError as error:
+        raise ValueError(f"not a record of a sweep: {error}") from None

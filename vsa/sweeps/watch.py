@@ -7,7 +7,9 @@ import io
 import math
 import re
 import time
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from rich.console import Console
@@ -15,6 +17,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from vsa.files import open_regular, read_text
 from vsa.sweeps.job_queue import Job
 
 _TAIL = 1 << 15
@@ -44,24 +47,27 @@ class RunView:
             changed = path.stat().st_mtime_ns
             if changed == self._read_at:
                 return
-            with open(path, "rb") as file:
-                head = file.readline()
+            with open_regular(path) as file:
+                head = file.readline(_TAIL)
                 if file.seek(max(len(head), file.seek(0, io.SEEK_END) - _TAIL)) > len(head):
                     # the first line is incomplete
-                    file.readline()
-                rows = [line.decode() for line in file if line.endswith(b"\n")]
-        except OSError:
+                    file.readline(_TAIL)
+                rows = [line.decode(errors="replace") for line in file if line.endswith(b"\n")]
+        except (OSError, ValueError):
             return
         self._read_at = changed
-        for row in csv.DictReader([head.decode(), *rows]):
-            self.values |= {name: float(row[name]) for name in SHOWN if row.get(name)}
+        for row in csv.DictReader([head.decode(errors="replace"), *rows]):
+            # a damaged row is left out here, a report says it
+            with suppress(ValueError):
+                self.values |= {name: float(row[name]) for name in SHOWN if row.get(name)}
 
     @property
     def max_steps(self) -> int | None:
         """Number of steps of the run, once it has written its config."""
-        if self._max_steps is None and (self._run / "config.yaml").exists():
-            match = re.search(r"^  max_steps: (\d+)$", (self._run / "config.yaml").read_text(), re.MULTILINE)
-            self._max_steps = int(match[1]) if match else None
+        if self._max_steps is None:
+            with suppress(OSError, ValueError):
+                match = re.search(r"^  max_steps: (\d+)$", read_text(self._run / "config.yaml"), re.MULTILINE)
+                self._max_steps = int(match[1]) if match else None
         return self._max_steps
 
     @property
@@ -70,7 +76,8 @@ class RunView:
         each = self.values.get("throughput/step_seconds")
         if each is None or self.max_steps is None:
             return None
-        return max(self.max_steps - self.values["step"], 0) * each
+        left = max(self.max_steps - self.values.get("step", math.nan), 0) * each
+        return left if math.isfinite(left) else None
 
 
 class Watch:
@@ -88,15 +95,29 @@ class Watch:
         self._views: dict[str, RunView] = {}
         self._drawn = -math.inf
         self._live = Live(console=self._console, auto_refresh=False, vertical_overflow="ellipsis")
+        self._failed = False
+
+    @contextmanager
+    def _shown(self) -> Iterator[None]:
+        """Display something; an error ends no sweep, it is said once."""
+        try:
+            yield
+        except Exception as error:
+            if not self._failed:
+                warnings.warn(f"the display of the sweep is incomplete: {error!r}", stacklevel=3)
+            self._failed = True
 
     def __enter__(self) -> Watch:
-        if self._console.is_terminal:
-            self._live.start()
+        with self._shown():
+            if self._console.is_terminal:
+                self._live.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._console.is_terminal:
-            self._draw()
+        with self._shown():
+            if self._console.is_terminal:
+                self._draw()
+        with self._shown():
             self._live.stop()
 
     def add(self, jobs: Sequence[Job]) -> None:
@@ -109,6 +130,10 @@ class Watch:
         if self._console.is_terminal:
             self._drawn = -math.inf
             return
+        with self._shown():
+            self._say_changed(job)
+
+    def _say_changed(self, job: Job) -> None:
         view = self._views[job.name]
         view.read()
         parts = [f"{job.status} {job.name}"]
@@ -123,14 +148,16 @@ class Watch:
 
     def say(self, line: str) -> None:
         """Print a separate line."""
-        self._console.print(line, markup=False, soft_wrap=True)
+        with self._shown():
+            self._console.print(line, markup=False, soft_wrap=True)
 
     def tick(self) -> None:
         """Redraw if it is due."""
         now = time.monotonic()
         if self._console.is_terminal and now - self._drawn >= _REDRAW:
             self._drawn = now
-            self._draw()
+            with self._shown():
+                self._draw()
 
     def _draw(self) -> None:
         self._live.update(self._table(), refresh=True)

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import csv
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
 
-from vsa.files import atomic_file, whole_lines, writing
+from vsa.files import atomic_file, read_csv, writing
+from vsa.training.validation_csv import COLUMNS
 
 
 class MetricsCSV(Logger):
@@ -55,13 +58,16 @@ class MetricsCSV(Logger):
     def open(self) -> None:
         """Start the file: keep the rows up to the step that the run continues from."""
         self._rows, self._columns, self._open = [], ["step"], None
-        if self._start > 0 and self.path.exists():
-            with open(self.path, newline="") as file:
-                reader = csv.DictReader(whole_lines(file))
-                self._columns = list(reader.fieldnames or ["step"])
-                # a process killed during a write leaves a row with missing columns
-                whole = [row for row in reader if None not in row.values()]
-            self._rows = [row for row in whole if int(row["step"]) <= self._start]
+        if self._start > 0:
+            with damage_set_aside(self.path), suppress(FileNotFoundError):
+                columns, rows = read_csv(self.path, self._columns, growing=True)
+                for row in rows:
+                    _refuse_text(self.path, row)
+                self._rows, self._columns = [row for row in rows if int(row["step"]) <= self._start], columns
+            validation = self.path.with_name("validation.csv")
+            with damage_set_aside(validation), suppress(FileNotFoundError):
+                for row in read_csv(validation, COLUMNS)[1]:
+                    _refuse_text(validation, {name: row[name] for name in ("step", "noise_level", "loss")})
         self._rewrite()
 
     def has_validation(self, step: int) -> bool:
@@ -137,3 +143,24 @@ class MetricsCSV(Logger):
             writer.writeheader()
             writer.writerows(self._rows)
         self._written, self._stale = len(self._rows), False
+
+
+def _refuse_text(path: Path, row: Mapping[str, str]) -> None:
+    """Raise ValueError for a cell that is neither empty nor a number, and for a step that is no integer."""
+    for name, cell in row.items():
+        try:
+            int(cell) if name == "step" else float(cell or 0)
+        except ValueError as error:
+            raise ValueError(f"{path}, column {name}: {error}") from None
+
+
+@contextmanager
+def damage_set_aside(path: Path) -> Iterator[None]:
+    """Rename a file that the block finds damaged, with one line about it, and go on."""
+    try:
+        yield
+    except ValueError as error:
+        number = next(n for n in count(1) if not path.with_name(f"{path.stem}-damaged-{n}{path.suffix}").exists())
+        aside = path.with_name(f"{path.stem}-damaged-{number}{path.suffix}")
+        path.rename(aside)
+        rank_zero_info(f"warning: {error}: it was moved to {aside.name}, and a new one is written")
