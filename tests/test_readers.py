@@ -117,12 +117,12 @@ def test_kinds_of_values_are_checked():
     check_kind(GOOD, SHAPE, "x")
     check_kind({name: value for name, value in GOOD.items() if name != "steps"}, SHAPE, "x")
     for name, value, message in [
-        ("name", 5, "run.json has name=5, expected a text"),
+        ("name", 5, "run.json has name=5, expected text"),
         ("steps", True, "run.json has steps=True, expected an integer"),
         ("loss", "x", "run.json has loss='x', expected a number"),
         ("clips", {}, r"run.json has clips=\{\}, expected a list"),
         ("clips", [{}], r"run.json lacks clips\[0\].file"),
-        ("clips", [{"file": []}], r"run.json has clips\[0\].file=\[\], expected a text or null"),
+        ("clips", [{"file": []}], r"run.json has clips\[0\].file=\[\], expected text, or null"),
         ("of", {"x": None}, "run.json has of.x=None, expected a number"),
     ]:
         with pytest.raises(ValueError, match=message):

@@ -13,10 +13,12 @@ import shutil
 import stat
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
-from typing import Any, BinaryIO, TextIO, get_args
+from typing import Any, TextIO
 
 from vsa.errors import NO_ROOM
+from vsa.settings import describe, fits
 
 LIMIT, CSV_LIMIT, YAML_LIMIT = 1 << 26, 1 << 30, 1 << 23
 """Most bytes of a text or JSON file, a table and a YAML file, far above those of real ones."""
@@ -26,8 +28,6 @@ MAX_DEPTH, MAX_DIGITS = 64, 40
 
 MAX_VALUES, MAX_LEVELS = 100_000, 30
 """Most values and levels of a YAML file, with every alias expanded."""
-
-_KINDS = {dict: "an object", list: "a list", str: "a text", int: "an integer", float: "a number", bool: "true or false"}
 
 
 class DiskFullError(OSError):
@@ -179,7 +179,7 @@ def flush_to_disk(path: Path) -> None:
         os.close(descriptor)
 
 
-def open_regular(path: str | Path, *, inside: Path | None = None) -> BinaryIO:
+def open_regular(path: str | Path, *, inside: Path | None = None) -> io.BufferedReader:
     """Open a regular file for reading, without ever waiting for its other end.
 
     Args:
@@ -281,9 +281,8 @@ def check_kind(value: Any, kind: Any, name: object, key: str = "") -> None:
 
     Args:
         value: a parsed value.
-        kind: a type, a union, `[kind]` for a list of such items, or a dict with the kind of each key, in which `str` as
-            key stands for all keys and a `?` at the end marks a key that may be missing. `float` includes integers,
-            `object` is any value.
+        kind: an annotation as in `vsa.settings`, `[kind]` for a list of such items, or a dict with the kind of each
+            key, in which `str` as key stands for all keys and a `?` at the end marks a key that may be missing.
         name: what errors call the value's file.
         key: the value's place in it.
 
@@ -291,9 +290,8 @@ def check_kind(value: Any, kind: Any, name: object, key: str = "") -> None:
         ValueError: names file, key and value.
     """
     outer: Any = type(kind) if isinstance(kind, (dict, list)) else kind
-    accepted = outer | int if outer is float else outer
-    if not isinstance(value, accepted) or (isinstance(value, bool) and outer in (int, float)):
-        expected = " or ".join(_KINDS.get(one, "null") for one in get_args(outer) or (outer,))
+    if not fits(value, outer):
+        expected = {dict: "an object", list: "a list"}.get(outer) or describe(outer)
         raise ValueError(f"{name} {f'has {key}=' if key else 'holds '}{shown(value)}, expected {expected}")
     items: Any = value
     if isinstance(kind, list):
@@ -395,6 +393,29 @@ def shown(value: Any) -> str:
     """A value for a message: its beginning, in one line."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def set_damaged_aside(path: Path) -> Path:
+    """Rename a damaged file or folder to a free name beside it, which is returned."""
+    names = (path.with_name(f"{path.stem}-damaged-{number}{path.suffix}") for number in count(1))
+    aside = next(name for name in names if not os.path.lexists(name))
+    return path.rename(aside)
+
+
+def open_tensors(path: str | Path) -> Any:
+    """Open a safetensors file (`safetensors.safe_open`), of which only the header is read.
+
+    Raises:
+        ValueError: it is no regular file, or damaged; names the path.
+        OSError: the file is missing or not readable.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    open_regular(path).close()
+    try:
+        return safe_open(path, framework="pt", device="cpu")
+    except SafetensorError as error:
+        raise ValueError(f"{path} is damaged: {error}") from None
 
 
 def inner_name(name: Any, where: object) -> str:

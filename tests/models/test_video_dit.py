@@ -387,10 +387,10 @@ def test_a_norm_of_blocks_takes_modulation_or_has_parameters(affine, given, mess
     [
         ({"attention_head_dim": 9}, "attention_head_dim must be even and at least 6 .* got 9"),
         ({"attention_head_dim": 4}, "attention_head_dim must be even and at least 6 .* got 4"),
-        ({"num_attention_heads": 0}, "num_attention_heads=0: expected an integer of at least 1, got 0"),
-        ({"num_layers": 0}, "num_layers=0: expected an integer of at least 1, got 0"),
+        ({"num_attention_heads": 0}, "num_attention_heads=0: expected an integer from 1 to 4096, got 0"),
+        ({"num_layers": 0}, "num_layers=0: expected an integer from 1 to 4096, got 0"),
         ({"freq_dim": 15}, "freq_dim must be even and positive, got 15"),
-        ({"patch_size": (2, 2)}, r"patch_size=\[2,2\]: expected a list of 3 values, each an integer of at least 1"),
+        ({"patch_size": (2, 2)}, r"patch_size=\[2,2\]: expected a list of 3 values, each an integer from 1 to 64"),
         ({"init": "kaiming"}, "init=kaiming: expected one of gpt_neox, wan, got 'kaiming'"),
         ({"image_dim": 8}, "image_dim and added_kv_proj_dim come together, got 8 and None"),
         ({"image_dim": 8, "added_kv_proj_dim": 20}, "added_kv_proj_dim must be the model width 24, got 20"),

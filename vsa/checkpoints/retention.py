@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from vsa.checkpoints.run_checkpoint import checkpoint_name, list_checkpoints, read_checkpoint
-from vsa.files import remove_folder
+from vsa.files import read_bytes, remove_folder
 
 _ABANDONED = "abandoned-after-"
 """Prefix of a folder with checkpoints that a run abandoned; the name of the checkpoint it went back to follows."""
@@ -66,11 +66,11 @@ def shared_step(folder: Path, resumed: Path) -> int:
         return _step_of(resumed.name)
     if resumed.parent.parent == folder.resolve() and (branch := _branch_of(resumed.parent)):
         return _step_of(branch)
-    with suppress(OSError):
+    with suppress(OSError, ValueError):
         # a copy of a checkpoint of this folder
-        content = (resumed / "state.json").read_bytes()
+        content = read_bytes(resumed / "state.json")
         for path in own:
-            if (path / "state.json").read_bytes() == content:
+            if read_bytes(path / "state.json") == content:
                 return _step_of(path.name)
     return 0
 

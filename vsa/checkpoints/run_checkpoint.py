@@ -22,14 +22,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch.distributed as dist
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from vsa.checkpoints.save_meeting import SaveMeeting, raise_described
 from vsa.checkpoints.state_file import file_names, files_by_group, one_line, read_state, write_state
 from vsa.checkpoints.tensor_parts import Parts, own_parts, save_file, size_of
 from vsa.checkpoints.weight_files import TensorFiles
-from vsa.files import atomic_folder, file_digest, flush_to_disk, temporary_folder, writing
+from vsa.files import atomic_folder, file_digest, flush_to_disk, open_tensors, temporary_folder, writing
 
 SEEN_WITHIN = 10.0
 """Seconds within which a rank must see the folder created by rank 0; shared file systems may have a delay."""
@@ -264,15 +263,15 @@ def read_checkpoint(path: str | Path, *, verify: bool = True, share: tuple[int, 
 
 def _check_tensors(path: Path, name: str, digest: str | None) -> None:
     try:
-        if digest is not None and file_digest(path / name) != digest:
-            raise ValueError(f"checkpoint {path} is damaged: {name} does not match its digest")
+        differs = digest is not None and file_digest(path / name) != digest
         # the header contains the length of the file
-        with safe_open(path / name, framework="pt"):
-            pass
+        differs or open_tensors(path / name)
     except FileNotFoundError:
         raise ValueError(f"checkpoint {path} is damaged: {name} is missing") from None
-    except SafetensorError as error:
+    except ValueError as error:
         raise ValueError(f"checkpoint {path} is damaged: {name} cannot be read ({one_line(error)})") from None
+    if differs:
+        raise ValueError(f"checkpoint {path} is damaged: {name} does not match its digest")
 
 
 def read_together(path: str | Path) -> Checkpoint:

@@ -25,7 +25,7 @@ from filelock import FileLock, SoftFileLock, Timeout
 from vsa.checkpoints.retention import put_back, set_aside, shared_step
 from vsa.checkpoints.run_checkpoint import list_checkpoints
 from vsa.errors import refuse_unwritable
-from vsa.files import write_whole
+from vsa.files import read_json, set_damaged_aside, write_whole
 from vsa.signals import handled_by
 
 MANIFEST = "run.json"
@@ -111,9 +111,9 @@ def in_use(folder: Path) -> bool:
 
 def _holder(lock: Path) -> str:
     try:
-        owner = json.loads(lock.read_text())
+        owner = read_json(lock, kind={"pid": int, "host": str, "since": str})
         return f"process {owner['pid']} on {owner['host']} since {owner['since']}"
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError):
         return "another process"
 
 
@@ -175,10 +175,9 @@ def _is_run(folder: Path) -> bool:
 
 def _has_manifest(folder: Path) -> bool:
     try:
-        manifest = json.loads((folder / MANIFEST).read_text())
+        return read_manifest(folder).get("written_by") == PROJECT
     except (OSError, ValueError):
         return False
-    return isinstance(manifest, dict) and manifest.get("written_by") == PROJECT
 
 
 def _folders_below(folder: Path) -> Iterator[Path]:
@@ -245,6 +244,9 @@ class RunFolder:
         if _has_manifest(self.path):
             _note_commit(self.path)
         else:
+            if os.path.lexists(self.path / MANIFEST):
+                aside = set_damaged_aside(self.path / MANIFEST)
+                warnings.warn(f"{self.path / MANIFEST} is damaged: it was moved to {aside.name}", stacklevel=2)
             write_manifest(self.path)
         write_whole(self.path / "config.yaml", config)
         if resume is not None:
@@ -328,6 +330,12 @@ def _put_back(folder: Path) -> None:
     )
 
 
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """The manifest of a run; ValueError if it is damaged, FileNotFoundError without one."""
+    kind = {"written_by?": object, "commits?": list[str | None], "starts?": [{"environment?": dict[str, Any]}]}
+    return read_json(folder / MANIFEST, kind=kind)
+
+
 def write_manifest(folder: Path) -> None:
     """Mark a folder as a run of this project, with the version of the code."""
     try:
@@ -346,7 +354,7 @@ def write_manifest(folder: Path) -> None:
 
 def _note_commit(folder: Path) -> None:
     """Record the commit of this process in a resumed run if it differs from the last one."""
-    manifest = json.loads((folder / MANIFEST).read_text())
+    manifest = read_manifest(folder)
     commits = manifest.get("commits", [])
     if commits[-1:] != [checked_out_commit()]:
         _write_json(folder / MANIFEST, {**manifest, "commits": [*commits, checked_out_commit()]})

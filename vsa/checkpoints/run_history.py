@@ -8,7 +8,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from vsa.checkpoints.run_folder import MANIFEST, checked_out_commit
+from vsa.checkpoints.run_folder import MANIFEST, checked_out_commit, read_manifest
 from vsa.files import write_whole
 
 STARTS = "starts"
@@ -23,13 +23,13 @@ def note_start(folder: Path, *, step: int, environment: Mapping[str, Any]) -> No
         environment: device, versions and number of processes.
     """
     start = {"began": _now(), "step": step, "commit": checked_out_commit(), "environment": {**environment}}
-    manifest = _read(folder)
+    manifest = read_manifest(folder)
     _write(folder, {**manifest, STARTS: [*manifest.get(STARTS, []), start]})
 
 
 def note_environment(folder: Path, facts: Mapping[str, Any]) -> None:
     """Say what has changed about the environment of the last start."""
-    manifest = _read(folder)
+    manifest = read_manifest(folder)
     *before, last = manifest[STARTS]
     now = {**last, "environment": {**last["environment"], **facts}}
     _write(folder, {**manifest, STARTS: [*before, now]})
@@ -44,14 +44,10 @@ def note_end(folder: Path, *, how: str, reason: str, step: int) -> None:
         reason: signal or error, "" for none.
         step: optimizer step reached.
     """
-    manifest = _read(folder)
+    manifest = read_manifest(folder)
     *before, last = manifest[STARTS]
     end = {"ended": _now(), "how": how, "last_step": step, **({"reason": reason} if reason else {})}
     _write(folder, {**manifest, STARTS: [*before, {**last, **end}]})
-
-
-def _read(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
 
 
 def _write(folder: Path, manifest: Mapping[str, Any]) -> None:

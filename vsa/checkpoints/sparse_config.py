@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from vsa.attention.denoising import DenoisingPlan, DenoisingTopk, Row, Topk, last_from, per_layer, range_at
 from vsa.attention.layout import Partition
 from vsa.attention.named import WITHOUT_PARAMETERS, refuse_settings
 from vsa.attention.sparsity import Budget, ConstantSparsity
 from vsa.attention.tiling import BlockOrder
-from vsa.files import write_whole
+from vsa.files import parse_json, read_text, write_whole
+from vsa.settings import Bound, checked
 
 SCHEMA_VERSION = 2
 SPARSE_CONFIG = "sparse_attention.json"
 
-Grid = tuple[int, int, int]
+Size = Annotated[int, Bound(">=", 1), Bound("<=", 1 << 16)]
+Grid = tuple[Size, Size, Size]
+# a hundred times the tokens of the longest clips
+_MOST_TOKENS = 1 << 24
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class TopkRange:
     """Top-k for a range of the denoising progress.
@@ -39,6 +45,7 @@ class TopkRange:
         object.__setattr__(self, "grid_topk", tuple(tuple(row) for row in self.grid_topk))
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class StepTopk:
     """Top-k from a denoising step on; it takes precedence over a range.
@@ -59,6 +66,7 @@ VERSION_2 = {"step_topk": (), "refresh": 1, "shared_cache": False, "settings": N
 """Keys that version 1 lacks, with the values it implies: a file with only these values is written as version 1."""
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class SparseAttentionConfig:
     """Settings of the self-attention of a sparse checkpoint.
@@ -146,8 +154,8 @@ class SparseAttentionConfig:
                 raise ValueError(f"{name}={value} does not go with method={self.method}")
         tiles = () if self.tile_thw is None else (("tile_thw", self.tile_thw),)
         for name, triple in (*tiles, *(("grids", grid) for grid in self.grids)):
-            if len(triple) != 3 or min(triple) < 1:
-                raise ValueError(f"{name} must be three positive sizes, got {triple}")
+            if math.prod(triple) > _MOST_TOKENS:
+                raise ValueError(f"{name}={list(triple)}: expected at most {_MOST_TOKENS:,} tokens")
         if not self.grids or len(self.grids) != len(self.num_tiles):
             raise ValueError(f"num_tiles must have one entry per grid, got {len(self.num_tiles)} and {len(self.grids)}")
         self._check_topk("grid_topk", self.grid_topk)
@@ -270,12 +278,7 @@ class SparseAttentionConfig:
         Raises:
             ValueError: not a JSON object, another schema version, missing or unexpected keys, or an invalid value.
         """
-        try:
-            values = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"it is not JSON ({error})") from None
-        if not isinstance(values, Mapping):
-            raise ValueError(f"it must hold a JSON object, got {type(values).__name__}")
+        values = parse_json(text, "it")
         # checked first, since another version may have other keys
         version = values.get("schema_version")
         if version not in (1, SCHEMA_VERSION):
@@ -326,11 +329,9 @@ def read_sparse_config(folder: str | Path) -> SparseAttentionConfig:
     """
     path = Path(folder) / SPARSE_CONFIG
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path)
     except FileNotFoundError:
         raise ValueError(f"{path} is missing: it says how the gates of a sparse checkpoint are used") from None
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: it is not text ({error})") from None
     try:
         return SparseAttentionConfig.from_json(text)
     except ValueError as error:

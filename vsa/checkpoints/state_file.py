@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from vsa.data.index_values import channel_statistics
+from vsa.files import parse_json, read_bytes
 from vsa.moved import moved_targets
 
 SCHEMA, SHARDED_SCHEMA = 2, 3
@@ -57,16 +58,15 @@ def read_state(folder: Path) -> dict[str, Any]:
         ValueError: the file is missing, damaged, or has another schema.
     """
     try:
-        content = (folder / _FILE).read_bytes()
+        content = read_bytes(folder / _FILE)
     except (FileNotFoundError, NotADirectoryError):
         raise ValueError(f"{folder} is not a checkpoint: it has no {_FILE}") from None
+    except ValueError as error:
+        raise ValueError(f"checkpoint {folder} is damaged: {error}") from None
     sealed = _SEALED.fullmatch(content)
     if sealed and hashlib.sha256(sealed[1]).hexdigest() != sealed[2].decode():
         raise ValueError(f"checkpoint {folder} is damaged: {_FILE} does not match its digest")
-    try:
-        state = json.loads(content)
-    except Exception as error:
-        raise ValueError(f"checkpoint {folder} is damaged: {_FILE} does not parse ({one_line(error)})") from None
+    state = parse_json(content, f"checkpoint {folder} is damaged: {_FILE}", object)
     schema = state.get("schema") if isinstance(state, dict) else type(state).__name__
     if schema not in _READABLE or isinstance(schema, bool):
         readable = ", ".join(map(str, _READABLE))

@@ -51,7 +51,9 @@ def video_dit_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
         if not is_known and value is not None:
             raise ValueError(f"config key {key}={value} is unknown: the model might compute something else")
     arguments = {key: config.get(key, default) for key, default in _DEFAULTS.items()}
-    arguments["patch_size"] = tuple(arguments["patch_size"])
+    # a list in the file; VideoDiT checks types and sizes
+    if isinstance(arguments["patch_size"], list):
+        arguments["patch_size"] = tuple(arguments["patch_size"])
     # the same default as in diffusers
     arguments["out_channels"] = arguments["out_channels"] or arguments["in_channels"]
     return arguments

@@ -11,6 +11,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from vsa.files import check_kind
+from vsa.settings import AtLeastOne
+
 _TIME_TEXT_IMAGE = "condition_embedder."
 
 # diffusers' module name -> Wan's
@@ -96,7 +99,8 @@ def config_of_wan(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...
         ValueError: a missing key, or a width that is not divisible by the number of heads.
     """
     try:
-        dim, heads = int(config["dim"]), int(config["num_heads"])
+        dim, heads = config["dim"], config["num_heads"]
+        check_kind({"dim": dim, "num_heads": heads}, {str: AtLeastOne}, "config.json")
         sizes = {
             "in_channels": config["in_dim"],
             "out_channels": config["out_dim"],
@@ -108,7 +112,9 @@ def config_of_wan(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...
         patch, text = shapes["patch_embedding.weight"], shapes["condition_embedder.text_embedder.linear_1.weight"]
     except KeyError as error:
         raise ValueError(f"a Wan checkpoint needs {error.args[0]}, it is missing") from None
-    if heads < 1 or dim % heads:
+    if (len(patch), len(text)) != (5, 2):
+        raise ValueError(f"patch and text embedding have shapes {list(patch)} and {list(text)}")
+    if dim % heads:
         raise ValueError(f"dim must be a multiple of num_heads, got {dim} and {heads}")
     image = shapes.get("condition_embedder.image_embedder.norm1.weight")
     return {

@@ -13,12 +13,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from vsa import files
 from vsa.checkpoints.sparse_config import SPARSE_CONFIG
 from vsa.models.sharding import fill
+from vsa.settings import Count
 
 WEIGHTS = "diffusion_pytorch_model"
 DTYPES = {
@@ -80,14 +81,9 @@ def _download(hub_id: str, subfolder: str) -> Path:
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file; ValueError names a file that is missing or contains none."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        return files.read_json(path)
     except FileNotFoundError:
         raise ValueError(f"{path} is missing") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} does not parse: {error}") from None
-    if not isinstance(value, dict):
-        raise ValueError(f"{path} must hold a JSON object, got {type(value).__name__}")
-    return value
 
 
 @dataclass(frozen=True)
@@ -133,12 +129,11 @@ class TensorFiles:
     def _open(self, name: str) -> None:
         path = self.folder / name
         try:
-            file = safe_open(path, framework="pt", device="cpu")
-            parts = json.loads((file.metadata() or {}).get(ROWS, "{}"))
+            file = files.open_tensors(path)
         except FileNotFoundError:
             raise ValueError(f"{path} is missing") from None
-        except (SafetensorError, OSError, json.JSONDecodeError) as error:
-            raise ValueError(f"{path} is damaged: {error}") from None
+        rows = (file.metadata() or {}).get(ROWS, "{}")
+        parts = files.parse_json(rows, f"{path}, {ROWS}", dict[str, tuple[Count, Count]])
         for key in file.keys():  # noqa: SIM118 (not a mapping)
             shape = tuple(file.get_slice(key).get_shape())
             count = shape[0] if shape else 1

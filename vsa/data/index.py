@@ -25,9 +25,13 @@ from vsa.data.codecs import Codec
 from vsa.data.index_values import channel_statistics, digest, whole, wholes, words
 from vsa.data.plan import Shape
 from vsa.data.text import TextEncoder
+from vsa.files import parse_json, read_text
 
 SCHEMA = 1
 INDEX_NAME = "index.json"
+MOST_INDEX_BYTES = 1 << 32
+"""Most bytes of an index, that of some 20 million samples."""
+
 # ids have no dots: the name of a shard member is split at its first dot into id and field
 _ID = re.compile(r"[A-Za-z0-9_-]{1,128}")
 _SHARD_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,127}")
@@ -188,10 +192,10 @@ class DatasetIndex:
     def load(path: Path) -> DatasetIndex:
         """Reads and checks `index.json`."""
         try:
-            text = path.read_text(encoding="utf-8")
+            text = read_text(path, limit=MOST_INDEX_BYTES)
         except FileNotFoundError:
             raise ValueError(f"no {INDEX_NAME} in {path.parent}: not encoded, or encoding was interrupted") from None
-        except (OSError, ValueError) as error:
+        except OSError as error:
             raise ValueError(f"cannot read {path}: {error}") from error
         return DatasetIndex.parse(text, str(path))
 
@@ -203,10 +207,7 @@ class DatasetIndex:
             text: content of the file.
             path: path of the file, for messages.
         """
-        try:
-            content = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"cannot read {path}: {error}") from error
+        content = parse_json(text, path, object)
         schema = content.get("schema") if isinstance(content, dict) else None
         seal = _SEAL.match(text)
         if seal and hashlib.sha256(b"{" + text[seal.end() :].encode()).hexdigest() != seal[1]:

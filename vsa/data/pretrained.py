@@ -9,7 +9,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from vsa.files import check_kind, open_regular, parse_json, read_json
+from vsa.settings import Count
+
 _HUB_ID = re.compile(r"[A-Za-z0-9_.-]+/[A-Za-z0-9_.-]+")
+# an entry of the header of a safetensors file
+_ENTRY = {"dtype": str, "shape": list[Count], "data_offsets": tuple[Count, Count]}
 # number of bytes at the start and the end of every tensor that the digest covers
 _SAMPLED_BYTES = 4096
 
@@ -46,9 +51,10 @@ def read_config(folder: Path, class_name: str) -> dict[str, Any]:
         class_name: class that the config must name, as diffusers (`_class_name`) or transformers (`architectures`) do.
     """
     path = folder / "config.json"
+    kind = {"_class_name?": str | None, "architectures?": list[str] | None}
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        config = read_json(path, kind=kind)
+    except OSError as error:
         raise ValueError(f"cannot read {path}: {error}") from error
     actual = config.get("_class_name") or ", ".join(config.get("architectures") or ["nothing"])
     if actual != class_name:
@@ -75,14 +81,18 @@ def weights_digest(folder: Path) -> str:
     entries: dict[str, str] = {}
     for path in files:
         try:
-            with path.open("rb") as file:
+            with open_regular(path) as file:
                 length = int.from_bytes(file.read(8), "little")
-                if not 0 < length < path.stat().st_size:
+                # the largest header that safetensors writes
+                if not 0 < length < min(path.stat().st_size, 10**8):
                     raise ValueError(f"a header of {length} bytes in a file of {path.stat().st_size}")
-                header = json.loads(file.read(length))
+                header = parse_json(file.read(length), "its header")
                 header.pop("__metadata__", None)
+                check_kind(header, {str: _ENTRY}, "its header")
                 for name, entry in header.items():
-                    start, end = (8 + length + int(offset) for offset in entry["data_offsets"])
+                    start, end = (8 + length + offset for offset in entry["data_offsets"])
+                    if end < start:
+                        raise ValueError(f"tensor {name} ends before it begins")
                     digest = hashlib.sha256(f"{entry['dtype']} {entry['shape']}".encode())
                     size = min(_SAMPLED_BYTES, end - start)
                     for place in (start, end - size):
@@ -92,7 +102,7 @@ def weights_digest(folder: Path) -> str:
                             raise ValueError(f"tensor {name} is cut short")
                         digest.update(piece)
                     entries[name] = digest.hexdigest()
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError) as error:
             raise ValueError(f"cannot read weights {path}: {error}") from error
     return hashlib.sha256(json.dumps(sorted(entries.items())).encode()).hexdigest()
 

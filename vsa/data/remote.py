@@ -18,8 +18,12 @@ from urllib.request import HTTPRedirectHandler, Request, build_opener
 
 from braceexpand import braceexpand
 
-from vsa.data.index import Span
+from vsa.data.index import MOST_INDEX_BYTES, Span
+from vsa.files import open_regular
 from vsa.secrets import without_secrets
+
+PATIENCE, SLOWEST = 60.0, 50_000
+"""A read that takes longer than these seconds is given up below these bytes per second."""
 
 PAUSES = (1.0, 4.0, 16.0)
 """Seconds before each retry of a failed read."""
@@ -50,6 +54,10 @@ class RemoteError(OSError):
     def __init__(self, url: str, error: BaseException) -> None:
         super().__init__(f"{url} cannot be read: {_reason(error)}")
         self.missing = isinstance(error, FileNotFoundError) or _status(error) == 404
+
+
+class _DrippingError(OSError):
+    """Bytes arrive, so that no time-out ends the read, but too slowly."""
 
 
 class _CheckedRedirects(HTTPRedirectHandler):
@@ -105,18 +113,22 @@ def refuse_url(key: str, url: str) -> None:
             raise ValueError(f"{key}: {error.reason}") from None
 
 
-def read_file(url: str) -> bytes:
-    """The content of a file, with retries.
+def read_file(url: str, *, limit: int = MOST_INDEX_BYTES) -> bytes:
+    """The content of a file of at most `limit` bytes, with retries.
 
     Raises:
-        RemoteError: the file cannot be read.
+        RemoteError: the file cannot be read, is larger, or arrives more slowly than `SLOWEST`.
     """
     for pause in (*PAUSES, None):
         try:
             with _open_at(url, 0) as file:
-                return file.read()
+                length = getattr(file, "length", None)
+                content = _read(file, limit + 1) if length is None else _read_exactly(file, min(length, limit + 1))
+                if len(content) > limit:
+                    raise ValueError(f"it has more than {limit:,} bytes")
+                return content
         except _faults(url) as error:
-            if pause is None or not _may_pass(error):
+            if pause is None or not _may_pass(error) or isinstance(error, _DrippingError | ValueError):
                 raise RemoteError(url, error) from error
             time.sleep(pause)
     raise AssertionError("unreachable")
@@ -166,7 +178,7 @@ def _open_at(url: str, offset: int) -> BinaryIO:
     if scheme in ("http", "https"):
         return _open_web(url, offset)
     if scheme is None:
-        file = open(url, "rb")  # noqa: SIM115
+        file = open_regular(url)
     else:
         # the clients know their schemes in small letters only
         file = _file_system(scheme).open(f"{scheme}{url[len(scheme) :]}", "rb")
@@ -184,14 +196,23 @@ def _open_web(url: str, offset: int) -> BinaryIO:
 
 
 def _read_exactly(file: BinaryIO, size: int) -> bytes:
-    parts, remaining = [], size
-    while remaining:
-        part = file.read(min(remaining, _CHUNK))
-        if not part:
-            raise EOFError(f"it ends {remaining:,} bytes early")
-        parts.append(part)
-        remaining -= len(part)
-    return b"".join(parts)
+    content = _read(file, size)
+    if len(content) < size:
+        raise EOFError(f"it ends {size - len(content):,} bytes early")
+    return content
+
+
+def _read(file: BinaryIO, size: int) -> bytes:
+    """At most `size` bytes, fewer at the end of the file."""
+    start, content = time.monotonic(), bytearray()
+    # what has arrived, since a server that drips would take for ever to fill a buffer
+    read = getattr(file, "read1", file.read)
+    while part := read(min(size - len(content), _CHUNK)):
+        content += part
+        seconds = time.monotonic() - start
+        if seconds > PATIENCE and len(content) < SLOWEST * seconds:
+            raise _DrippingError(f"only {len(content):,} bytes arrived in {seconds:.0f} s")
+    return bytes(content)
 
 
 def _client(scheme: str) -> Any:
@@ -236,7 +257,7 @@ def _refuse_plain_http(url: str) -> None:
 
 def _faults(url: str) -> tuple[type[Exception], ...]:
     """Exceptions that reading a URL may raise; the clients of S3 and the hub have their own."""
-    return (Exception,) if url.split(":")[0].lower() in _CLIENTS else (OSError, EOFError, HTTPException)
+    return (Exception,) if url.split(":")[0].lower() in _CLIENTS else (OSError, EOFError, HTTPException, ValueError)
 
 
 def _may_pass(error: Exception) -> bool:

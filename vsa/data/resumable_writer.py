@@ -21,11 +21,13 @@ from typing import Any
 
 from vsa.data.index import INDEX_NAME, DatasetIndex, Span, pooled_statistics
 from vsa.data.own_files import listed_shards, remove_dataset, shard_files
-from vsa.files import write_whole
+from vsa.files import read_json, write_whole
 from vsa.progress import progress_bar
+from vsa.settings import Count
 
 _PARTS = "parts"
 _DONE = "done.json"
+_RECORD = {"samples": Count, "skipped": list[tuple[str, str]], "notes?": list[tuple[str, Any]], "settings": dict}
 
 # the only entries of the folder of parts, which is removed as a whole
 _PART_ENTRY = re.compile(r"\d{5,}(/(done\.json|index\.json|(latents|text|\.tmp)-[\w.-]+))?")
@@ -151,7 +153,7 @@ def write_parts(
     with progress_bar(title, total, done=total - remaining, disable=not progress) as advance:
         for folder, span in pending:
             _write_part(folder, span, write, settings, partial(advance, 1))
-    records = [json.loads((folder / _DONE).read_text()) for folder, _ in parts if (folder / _DONE).is_file()]
+    records = [read_json(folder / _DONE, kind=_RECORD) for folder, _ in parts if (folder / _DONE).is_file()]
     return PartsReport(
         samples=sum(part["samples"] for part in records),
         skipped=tuple((name, reason) for part in records for name, reason in part["skipped"]),
@@ -221,7 +223,7 @@ def _make_room(root: Path, settings: Mapping[str, Any], *, overwrite: bool) -> N
 def _differing(root: Path, settings: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
     """Name, old and new value of the settings in which existing parts differ."""
     settings = json.loads(json.dumps(settings))
-    records = [json.loads(path.read_text()) for path in sorted((root / _PARTS).glob(f"*/{_DONE}"))]
+    records = [read_json(path, kind=_RECORD) for path in sorted((root / _PARTS).glob(f"*/{_DONE}"))]
     return [
         (name, part["settings"].get(name), settings.get(name))
         for part in records

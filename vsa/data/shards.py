@@ -13,7 +13,6 @@ C t h w latent channels, frames and size; Cc channels of the image condition; S 
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from torch import Tensor
 from vsa.data.bad_samples import BadSampleError, Cause
 from vsa.data.index import INDEX_NAME, DatasetIndex, SampleEntry, Span
 from vsa.data.index_values import LARGEST_VALUE
-from vsa.files import file_digest
+from vsa.files import file_digest, open_regular, parse_json
 
 NULL_KEY = "__null__"
 """Key of the null embedding in text shards."""
@@ -161,8 +160,9 @@ class LatentReader:
         try:
             tensors = load_tensors(payload)
             length = int.from_bytes(payload[:8], "little")
-            header = json.loads(json.loads(payload[8 : 8 + length])["__metadata__"]["vsa"])
-        except (SafetensorError, ValueError, KeyError, TypeError, RecursionError) as error:
+            outer = parse_json(payload[8 : 8 + length], "header", {"__metadata__": {"vsa": str}})
+            header = parse_json(outer["__metadata__"]["vsa"], "header", object)
+        except (SafetensorError, ValueError) as error:
             raise self._bad(key, span, "decode", f"expected a safetensors member of vsa ({_short(error)})") from error
         if not isinstance(header, dict):
             raise self._bad(key, span, "metadata", f"header: expected an object, got {_short(header)}")
@@ -171,11 +171,12 @@ class LatentReader:
     def _payload(self, key: str, span: Span) -> bytes:
         """The bytes of one member, fewer if the shard is truncated."""
         try:
-            with (self.root / span.shard).open("rb") as file:
+            with open_regular(self.root / span.shard) as file:
                 file.seek(span.offset)
                 return file.read(span.size)
-        except OSError as error:
-            raise self._bad(key, span, "unreadable", f"cannot be read ({error.strerror})") from error
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise self._bad(key, span, "unreadable", f"cannot be read ({reason})") from error
 
     def _bad(self, key: str, span: Span, cause: Cause, what: str) -> BadSampleError:
         message = f"shard {self.place}/{span.shard}, sample {key}: {what}"

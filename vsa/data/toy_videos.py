@@ -21,7 +21,7 @@ from torch import Tensor
 
 from vsa.data.toy_shapes import measure_shape
 from vsa.data.video_files import write_video
-from vsa.files import write_whole
+from vsa.files import read_json, write_whole
 from vsa.settings import AtLeastOne, Count, checked
 
 COLOURS: dict[str, tuple[int, int, int]] = {
@@ -142,8 +142,8 @@ def _own_files(folder: Path) -> list[Path]:
     own = {name for name in names if re.fullmatch(r"\.tmp-[0-9a-f]{16}\.(mp4|jsonl|json)", name)}
     if _MANIFEST in names:
         try:
-            clips = ToyClips(**json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))["toy_clips"])
-        except (ValueError, KeyError, TypeError) as error:
+            clips = ToyClips(**read_json(folder / _MANIFEST, kind={"toy_clips": dict})["toy_clips"])
+        except (ValueError, TypeError) as error:
             raise ValueError(f"{folder / _MANIFEST} does not describe toy clips: choose an empty folder") from error
         own |= {_MANIFEST, *(_clip_name(clips, i) for i in range(clips.count))}
         captions = folder / _CAPTIONS

@@ -25,7 +25,7 @@ from vsa.data.batch import VideoBatch
 from vsa.diffusion.decile_means import DecileMeans
 from vsa.evaluation.figures import draw_evaluation
 from vsa.evaluation.video_metrics import DATA_RANGE, black_frames, flicker, motion, psnr, ssim, uniform_frames
-from vsa.files import atomic_file, write_whole
+from vsa.files import atomic_file, read_json, write_whole
 from vsa.objectives.flow_matching import VALIDATION_SEED, FlowMatchingLoss
 from vsa.sampling.contact_sheet import contact_sheet
 from vsa.sampling.pipeline import (
@@ -38,6 +38,7 @@ from vsa.sampling.pipeline import (
     settings_dict,
 )
 from vsa.secrets import without_secrets
+from vsa.settings import Count
 
 CLIP_METRICS: Mapping[str, Callable[[Tensor], float]] = {
     "black": black_frames,
@@ -48,6 +49,7 @@ CLIP_METRICS: Mapping[str, Callable[[Tensor], float]] = {
 """Metrics of single clips."""
 
 SHEET_CLIPS = 8
+_RECORD = {"step": Count, "settings_digest": str, "metrics": dict[str, float | Literal["inf", "-inf", "nan"]]}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -294,8 +296,8 @@ def record_path(folder: Path, checkpoint_name: str) -> Path:
 def read_record(folder: Path, checkpoint: Checkpoint, settings: EvaluationSettings) -> dict[str, Any] | None:
     """The record of these weights with these settings, None if there is none yet."""
     try:
-        record = json.loads(record_path(folder, checkpoint.path.name).read_text(encoding="utf-8"))
-    except (FileNotFoundError, json.JSONDecodeError):
+        record = read_json(record_path(folder, checkpoint.path.name), kind=_RECORD)
+    except (FileNotFoundError, ValueError):
         return None
     same_weights = record.get("digest") == weights_digest(checkpoint, settings.weights)
     return record if same_weights and record.get("settings_digest") == settings.digest else None
@@ -318,7 +320,7 @@ def write_evaluation(folder: Path, evaluation: Evaluation, checkpoint_name: str)
     contact_sheet(videos, titles, folder / f"{checkpoint_name}.png")
     text = json.dumps(_plain(record), indent=1, allow_nan=False)
     write_whole(record_path(folder, checkpoint_name), without_secrets(text, named=False))
-    rows = [_row(json.loads(path.read_text(encoding="utf-8"))) for path in folder.glob("step-*.json")]
+    rows = [row for path in folder.glob("step-*.json") if (row := _row(path)) is not None]
     rows.sort(key=lambda row: row["step"])
     with atomic_file(folder / "evaluation.csv") as temporary, open(temporary, "w", newline="") as file:
         writer = csv.DictWriter(file, list(dict.fromkeys(name for row in rows for name in row)), restval="")
@@ -345,6 +347,11 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _row(record: Mapping[str, Any]) -> dict[str, Any]:
+def _row(path: Path) -> dict[str, Any] | None:
+    try:
+        record = read_json(path, kind=_RECORD)
+    except ValueError as error:
+        print(f"left out of evaluation.csv: {error}", flush=True)
+        return None
     metrics = {name: f"{float(value):.9g}" for name, value in record["metrics"].items()}
     return {"step": record["step"], "settings": record["settings_digest"], **metrics}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -22,7 +21,7 @@ from vsa.data.video_files import IMAGE_SUFFIXES, VIDEO_SUFFIXES
 from vsa.errors import refuse_unwritable, usable_device
 from vsa.evaluation.comparison.captures import Capture, capture_clips, load_captures
 from vsa.evaluation.inspection.clip import open_clip, open_inspected
-from vsa.files import file_digest, write_whole
+from vsa.files import file_digest, read_csv, write_whole
 from vsa.pages.charts import Chart, Panel, Series, draw_panel, write_csv
 from vsa.pages.page import Cell, Section, Table, figure_html, page, section_html
 from vsa.progress import progress_bar
@@ -256,8 +255,7 @@ def _points(folder: Path, layer: int) -> Path:
 
 def _read_points(folder: Path, layer: int) -> list[Point]:
     try:
-        with _points(folder, layer).open(newline="", encoding="utf-8") as file:
-            rows = list(csv.DictReader(file))
+        rows = read_csv(_points(folder, layer), ("head", "tau", "theta", "threshold", "sparsity", "error"))[1]
     except FileNotFoundError:
         # points may be deleted, because the chosen settings are in the file itself
         return []
@@ -267,7 +265,7 @@ def _read_points(folder: Path, layer: int) -> list[Point]:
             tau, theta, sparsity, error = (float(row[name]) for name in ("tau", "theta", "sparsity", "error"))
             threshold = float(row["threshold"]) if row["threshold"] else None
             points.append(Point(int(row["head"]), tau, theta, threshold, sparsity, error))
-    except (KeyError, TypeError, ValueError):
+    except ValueError:
         raise ValueError(f"{_points(folder, layer)} is damaged: delete it, and its points are left out") from None
     return points
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Sequence
-from typing import Literal, TypeVar, cast
+from typing import Annotated, Literal, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -33,10 +33,14 @@ from vsa.models.flops import FlopCount, count_flops
 from vsa.models.init import Init, init_parameters
 from vsa.models.recompute import Level
 from vsa.models.rope import axis_dims, rope_tables, sincos_table
-from vsa.settings import AtLeastOne, Positive, checked
+from vsa.settings import Bound, Positive, checked
 
 Role = Literal["matrix", "vector", "embedding", "gate", "head"]
 Module = TypeVar("Module", bound=nn.Module)
+# far above those of any model, far below those that are built for ever
+Size = Annotated[int, Bound(">=", 1), Bound("<=", 4096)]
+Patch = Annotated[int, Bound(">=", 1), Bound("<=", 64)]
+Width = Annotated[int, Bound(">=", 1), Bound("<=", 1 << 20)]
 TopK = int | Sequence[int] | DenoisingTopk | None
 
 
@@ -76,20 +80,20 @@ class VideoDiT(nn.Module):
         self,
         *,
         attention: Callable[..., AttentionMethod],
-        num_attention_heads: AtLeastOne,
-        attention_head_dim: int,
-        ffn_dim: AtLeastOne,
-        num_layers: AtLeastOne,
-        in_channels: AtLeastOne = 16,
-        out_channels: AtLeastOne = 16,
-        text_dim: AtLeastOne = 4096,
-        freq_dim: int = 256,
-        patch_size: tuple[AtLeastOne, AtLeastOne, AtLeastOne] = (1, 2, 2),
+        num_attention_heads: Size,
+        attention_head_dim: Size,
+        ffn_dim: Width,
+        num_layers: Size,
+        in_channels: Width = 16,
+        out_channels: Width = 16,
+        text_dim: Width = 4096,
+        freq_dim: Width = 256,
+        patch_size: tuple[Patch, Patch, Patch] = (1, 2, 2),
         cross_attn_norm: bool = True,
         eps: Positive = 1e-6,
-        image_dim: AtLeastOne | None = None,
-        added_kv_proj_dim: AtLeastOne | None = None,
-        rope_max_seq_len: AtLeastOne = 1024,
+        image_dim: Width | None = None,
+        added_kv_proj_dim: Width | None = None,
+        rope_max_seq_len: Width = 1024,
         rope_theta: Positive = 10000.0,
         absolute_positions: bool = False,
         init: Init = "gpt_neox",

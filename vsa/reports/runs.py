@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from vsa.checkpoints.run_checkpoint import list_checkpoints, read_checkpoint
-from vsa.checkpoints.run_folder import MANIFEST, PROJECT, in_use
+from vsa.checkpoints.run_folder import MANIFEST, PROJECT, in_use, read_manifest
 from vsa.files import CSV_LIMIT, check_kind, open_regular, read_csv, read_json, read_text, read_yaml, whole_lines
 
 METRICS, SWEEP = "metrics.csv", "sweep.json"
@@ -33,8 +33,7 @@ _WHOLE = re.compile(r"(?!.*_layer_|grad_norm/.*layer).*")
 # a metrics.csv without run.json is a run's if it has one of these; other programs write files of this name too
 _LOSSES = ("train/loss", "train/loss_data", "val/loss", "fake_score/loss")
 _SEED_OR_LR = re.compile(r"([-_,.]?(lr|seed)[-_=]?\d[\d.e+-]*)+$")
-# contents of run.json and sweep.json
-_MANIFEST_KIND = {"written_by?": object, "commits?": [str | None], "starts?": [dict]}
+# content of sweep.json
 _SWEEP_KIND = {"points": [{"name": str, "status": str, "reason?": str | None, "device?": str | None}]}
 _WITHOUT_METRICS = {"waiting": "not started yet", "running": "no metrics yet"}
 
@@ -232,12 +231,12 @@ def find_runs(folders: Sequence[Path]) -> tuple[Path, list[Run], list[Missing]]:
 
 def is_run(folder: Path) -> bool:
     """Whether a folder is a run folder; the run may have logged nothing yet."""
-    return (folder / METRICS).is_file() or _manifest(folder / MANIFEST)[0].get("written_by") == PROJECT
+    return (folder / METRICS).is_file() or _manifest(folder)[0].get("written_by") == PROJECT
 
 
 def read_run(folder: Path) -> Run:
     """One run with all of its metrics, which are empty if it has logged nothing yet."""
-    if not _columns(folder) and _manifest(folder / MANIFEST)[0].get("written_by") != PROJECT:
+    if not _columns(folder) and _manifest(folder)[0].get("written_by") != PROJECT:
         raise ValueError(_not_a_run(folder, "is empty"))
     _refuse_foreign(folder)
     try:
@@ -261,7 +260,7 @@ def _one_line(error: Exception) -> str:
 def _refuse_foreign(folder: Path) -> None:
     """Raise ValueError if another program wrote `metrics.csv`; one without metrics may be that of a run's beginning."""
     columns = _columns(folder)
-    if columns in ([], ["step"]) or _manifest(folder / MANIFEST)[0].get("written_by") == PROJECT:
+    if columns in ([], ["step"]) or _manifest(folder)[0].get("written_by") == PROJECT:
         return
     if "step" not in columns:
         raise ValueError(_not_a_run(folder, "has no column step"))
@@ -304,7 +303,7 @@ def _points(path: Path) -> Iterator[Point]:
 
 def _read_run(folder: Path, root: Path, point: Point | None, *, pattern: re.Pattern[str] = _COMPARED) -> Run:
     metrics = folder / METRICS
-    manifest, damaged = _manifest(folder / MANIFEST)
+    manifest, damaged = _manifest(folder)
     return Run(
         folder=folder,
         name=_name(folder, root),
@@ -378,10 +377,10 @@ def _validation(path: Path) -> dict[str, dict[tuple[str, float], float]]:
     return losses
 
 
-def _manifest(path: Path) -> tuple[dict[str, Any], str]:
+def _manifest(folder: Path) -> tuple[dict[str, Any], str]:
     """The content of `run.json`, and why it cannot be read."""
     try:
-        return read_json(path, kind=_MANIFEST_KIND), ""
+        return read_manifest(folder), ""
     except FileNotFoundError:
         return {}, ""
     except (OSError, ValueError) as error:

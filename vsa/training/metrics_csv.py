@@ -6,14 +6,13 @@ import csv
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from itertools import count
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
 
-from vsa.files import atomic_file, read_csv, writing
+from vsa.files import atomic_file, read_csv, set_damaged_aside, writing
 from vsa.training.validation_csv import COLUMNS
 
 
@@ -160,7 +159,4 @@ def damage_set_aside(path: Path) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        number = next(n for n in count(1) if not path.with_name(f"{path.stem}-damaged-{n}{path.suffix}").exists())
-        aside = path.with_name(f"{path.stem}-damaged-{number}{path.suffix}")
-        path.rename(aside)
-        rank_zero_info(f"warning: {error}: it was moved to {aside.name}, and a new one is written")
+        rank_zero_info(f"warning: {error}: it was moved to {set_damaged_aside(path).name}, and a new one is written")

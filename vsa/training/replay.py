@@ -18,7 +18,9 @@ from torch.utils.data import DataLoader
 from vsa.checkpoints.run_checkpoint import latest_checkpoint
 from vsa.config import build, build_task, check_targets
 from vsa.data.batch import VideoBatch
+from vsa.files import check_kind
 from vsa.models.sharding import local
+from vsa.settings import AtLeastOne
 from vsa.training.callbacks.nan_dump import NETWORKS, batch_file, read_batches
 from vsa.training.run_state import REPLAY, RunStart
 
@@ -80,10 +82,9 @@ def replay_step(path: Path, *, accelerator: str = "auto") -> Replayed:
     about: Mapping[str, Any] = checkpoint.state.get(REPLAY) or {}
     if not about:
         raise ValueError(f"{checkpoint.path} is a checkpoint of a run, not of a dropped step")
+    check_kind(about, {"network": str, "ranks": AtLeastOne}, checkpoint.path, REPLAY)
     batches, recorded = [], []
     for rank in range(about["ranks"]):
-        if not (path / batch_file(rank)).is_file():
-            raise ValueError(f"{path} is not complete: {batch_file(rank)} is missing")
         own, losses = read_batches(path / batch_file(rank))
         batches += own
         recorded += losses
@@ -158,6 +159,10 @@ class _Look(L.Callback):
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: VideoBatch, batch_idx: int) -> None:
         self._micro_batch = batch_idx
+        channels = sum(x.shape[1] for x in (batch.latents, batch.cond_latents) if x is not None)
+        if (channels, batch.text.shape[2]) != (pl_module.model.in_channels, pl_module.model.text_dim):
+            shapes = f"latents {list(batch.latents.shape)} and text {list(batch.text.shape)}"
+            raise ValueError(f"batch {batch_idx} of the dump has {shapes}, which do not fit its networks")
         for name in ("latents", "text", "cond_latents"):
             value = getattr(batch, name)
             for sample, row in zip(batch.sample_ids, value if value is not None else (), strict=False):

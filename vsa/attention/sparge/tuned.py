@@ -11,11 +11,20 @@ from pathlib import Path
 from typing import Any
 
 from vsa.attention.sparge.mask import Readings
-from vsa.files import write_whole
+from vsa.files import check_kind, read_json, write_whole
+from vsa.settings import AtLeastOne
 
 FORMAT = "vsa-sparge-1"
 SHAPE = ("layers", "heads", "head_dim", "q_tokens", "kv_tokens", "order")
 """Fields that identify the model of a file; a layer of another model is an error."""
+_KIND = {
+    **dict.fromkeys(SHAPE, AtLeastOne),
+    "order": str,
+    "readings": dict,
+    "keeps_sum": bool,
+    "made": dict,
+    "found": {str: list[dict[str, Any]]},
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,11 +112,9 @@ def read_tuned(path: str) -> Tuned:
 @lru_cache(maxsize=8)
 def _read(path: str, _version: tuple[int, int]) -> Tuned:
     try:
-        return parse_tuned(json.loads(Path(path).read_text(encoding="utf-8")), path)
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(
-            f"{path} is not a complete file of `vsa tune-sparge`: {type(error).__name__}: {error}"
-        ) from None
+        return parse_tuned(read_json(path, kind=object), path)
+    except ValueError as error:
+        raise ValueError(f"not a complete file of `vsa tune-sparge`: {error}") from None
 
 
 def parse_tuned(values: Any, path: str) -> Tuned:
@@ -119,6 +126,7 @@ def parse_tuned(values: Any, path: str) -> Tuned:
     """
     if not isinstance(values, Mapping) or values.get("format") != FORMAT:
         raise ValueError(f"{path} is not a file of `vsa tune-sparge`: expected format {FORMAT}")
+    check_kind(values, _KIND, path)
     try:
         rows = {int(layer): heads for layer, heads in values["found"].items()}
         for layer, heads in rows.items():

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -22,8 +22,9 @@ from vsa.attention.layout import Segment, TileLayout
 from vsa.attention.tiling import Grid
 from vsa.evaluation.attention_map import denoise_once
 from vsa.evaluation.inspection.clip import Clip
-from vsa.files import atomic_file
+from vsa.files import atomic_file, open_tensors, parse_json
 from vsa.sampling.pipeline import LoadedRun, encode_prompts
+from vsa.settings import AtLeastOne, Count
 
 FORMAT = "vsa-captures-1"
 MEANING = (
@@ -31,6 +32,14 @@ MEANING = (
     "tokens in raster order of grid_thw (time, height, width); logits are q k^T / sqrt(D). N.extra.NAME [B, L, H, D]: "
     "gates of the model's own method"
 )
+_CAPTURE = {
+    "name": str,
+    "grid_thw": tuple[AtLeastOne, AtLeastOne, AtLeastOne],
+    "layer": Count,
+    "timestep": float | None,
+    "topk": int | None,
+}
+_FACTS = {"source": str, "attention": dict[str, Any] | None, "captures": [_CAPTURE]}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,17 +191,17 @@ def save_captures(captures: Captures, path: Path) -> Path:
 
 def load_captures(path: Path) -> Captures:
     """Read captures from a file of `save_captures`, or another file of its format."""
-    if not path.is_file():
+    if not path.exists():
         raise ValueError(f"no such file of captures: {path}")
     try:
-        with safe_open(path, framework="pt") as file:
+        with open_tensors(path) as file:
             metadata = file.metadata() or {}
             if metadata.get("format") != FORMAT:
                 raise ValueError(f"{path} holds no captures: expected format {FORMAT}, got {metadata.get('format')}")
             tensors: dict[str, Tensor] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            facts = json.loads(metadata["captures"])
+            facts = parse_json(metadata["captures"], path, _FACTS)
             items = [_item(tensors, i, description) for i, description in enumerate(facts["captures"])]
-    except (SafetensorError, KeyError, TypeError, json.JSONDecodeError) as error:
+    except (SafetensorError, KeyError) as error:
         raise ValueError(f"{path} is not a complete file of captures: {error}") from None
     except ValueError as error:
         raise ValueError(f"{path}: {error}" if str(path) not in str(error) else str(error)) from None

@@ -39,7 +39,7 @@ from vsa.evaluation.comparison.synthetic import draw_captures
 from vsa.evaluation.comparison.terminal import print_results
 from vsa.evaluation.comparison.usual import SPARSITIES, usual_on
 from vsa.evaluation.inspection.clip import open_clip, open_inspected
-from vsa.files import write_whole
+from vsa.files import read_json, write_whole
 from vsa.pages.charts import Chart, draw_panel, write_csv
 from vsa.pages.page import Section, Table, figure_html, page, section_html
 from vsa.progress import progress_bar
@@ -288,8 +288,8 @@ def refuse_others(folder: Path) -> None:
     """Raise ValueError if the folder has files of other origin that would be replaced."""
     there = [name for name in (PAGE, DATA, RECORD) if (folder / name).exists()]
     try:
-        ours = json.loads((folder / RECORD).read_text(encoding="utf-8")).get("made_by") == "vsa compare-attention"
-    except (OSError, ValueError, AttributeError):
+        ours = read_json(folder / RECORD).get("made_by") == "vsa compare-attention"
+    except (OSError, ValueError):
         ours = False
     if there and not ours:
         raise ValueError(f"{folder / there[0]} is not from `vsa compare-attention`: choose another folder with --out")

@@ -20,7 +20,7 @@ from vsa.evaluation.inspection.measure import Inspection, NothingSelected, choos
 from vsa.evaluation.inspection.metrics import HEAD_METRICS
 from vsa.evaluation.inspection.page import SHARES, rounded, write_page
 from vsa.evaluation.inspection.pictures import draw_heatmaps, draw_maps, draw_popularity, draw_selected
-from vsa.files import write_whole
+from vsa.files import read_json, write_whole
 from vsa.progress import progress_bar
 from vsa.sampling.clip_folder import samples_folder
 from vsa.sampling.pipeline import LoadedRun, encode_prompts, settings_dict
@@ -167,8 +167,8 @@ def refuse_others(folder: Path) -> None:
     names = (RECORD, "inspect.html", *PICTURES, *TABLES)
     there = [name for name in names if (folder / name).exists()]
     try:
-        ours = json.loads((folder / RECORD).read_text(encoding="utf-8")).get("made_by") == "vsa inspect"
-    except (OSError, ValueError, AttributeError):
+        ours = read_json(folder / RECORD).get("made_by") == "vsa inspect"
+    except (OSError, ValueError):
         ours = False
     if there and not ours:
         raise ValueError(f"{folder / there[0]} is not from `vsa inspect`: choose another folder with --output")

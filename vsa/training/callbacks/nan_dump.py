@@ -10,15 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
-import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor
 
 from vsa.checkpoints.run_checkpoint import write_checkpoint
 from vsa.data.batch import VideoBatch
-from vsa.files import atomic_file
+from vsa.files import atomic_file, open_tensors, parse_json, shown
 from vsa.settings import Count, checked
 from vsa.training.modules.base import DiffusionModule
 from vsa.training.run_state import REPLAY, networks_of, parts_of, values_of
@@ -27,7 +25,9 @@ FOLDER = "nan-dumps"
 NETWORKS = "networks"
 """Folder of the networks within a dump; under the name that runs use, a dump would be mistaken for a run."""
 
-_TENSORS = ("latents", "text", "text_mask", "cond_latents", "seeds", "slots")
+# tensors of a batch with their dimensions
+_TENSORS = {"latents": 5, "text": 3, "text_mask": 2, "cond_latents": 5, "seeds": 1, "slots": 1}
+_FACTS = {"sample_ids": list[str], "captions": list[str], "num_slots": Count, "step": Count, "loss": str}
 
 
 @checked
@@ -134,14 +134,33 @@ def write_batches(path: Path, batches: list[VideoBatch], losses: list[Tensor]) -
 
 
 def read_batches(path: Path) -> tuple[list[VideoBatch], list[str]]:
-    """Read the file of `write_batches`: micro-batches, and their losses as hexadecimal floats."""
+    """Read the file of `write_batches`: micro-batches, and their losses as hexadecimal floats.
+
+    Raises:
+        ValueError: the file is missing, damaged, or its tensors do not fit together; names it.
+    """
     batches, losses = [], []
-    with safe_open(path, framework="pt", device="cpu") as file:
-        tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a mapping)
-        facts = json.loads(file.metadata()["batches"])
+    try:
+        file = open_tensors(path)
+    except FileNotFoundError:
+        raise ValueError(f"{path.parent} is not complete: {path.name} is missing") from None
+    facts = parse_json((file.metadata() or {}).get("batches", "null"), f"{path}, batches", [_FACTS])
     for number, fact in enumerate(facts):
-        own: dict[str, torch.Tensor | None] = {name: tensors.get(f"{number}/{name}") for name in _TENSORS}
+        keys = {name: f"{number}/{name}" for name in _TENSORS}
+        own: Any = {name: file.get_tensor(key) if key in file.keys() else None for name, key in keys.items()}  # noqa: SIM118
+        for name, dims in _TENSORS.items():
+            tensor, size = own[name], len(fact["sample_ids"])
+            needed = name not in ("text_mask", "cond_latents")
+            if needed if tensor is None else tensor.ndim != dims or len(tensor) != size:
+                shape = None if tensor is None else list(tensor.shape)
+                raise ValueError(
+                    f"{path}: {keys[name]} has shape {shape}, expected {dims} dimensions of {size} samples"
+                )
+        try:
+            float.fromhex(fact["loss"])
+        except (ValueError, OverflowError):
+            raise ValueError(f"{path} has loss={shown(fact['loss'])}, expected a hexadecimal number") from None
         losses.append(fact.pop("loss"))
         fact |= {name: tuple(fact[name]) for name in ("sample_ids", "captions")}
-        batches.append(VideoBatch(**own, **fact))  # type: ignore[arg-type]
+        batches.append(VideoBatch(**own, **fact))
     return batches, losses
