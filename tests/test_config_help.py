@@ -28,7 +28,7 @@ def test_options_have_type_default_and_meaning():
 
 
 @pytest.mark.parametrize(
-    "group", ["run", "attention", "sparsity/staircase", "data/toy", "callbacks", "trainer", "logger"]
+    "group", ["run", "attention", "sparsity/staircase", "data/toy", "callbacks", "trainer", "logger/wandb"]
 )
 def test_every_option_of_ours_says_what_it_means(group):
     entries = options(group)

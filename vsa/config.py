@@ -21,6 +21,7 @@ from vsa.config_files import config_folder
 from vsa.errors import is_out_of_memory, too_large
 from vsa.models.video_dit import VideoDiT
 from vsa.moved import moved_target
+from vsa.places import OWN_FOLDER, leaves, misplaced
 from vsa.secrets import masked
 from vsa.settings import AtLeastOne, Bound, Count, Positive, Share, arguments_of, fits, hints_of, plain, refusal, shown
 
@@ -217,10 +218,12 @@ def check_settings(cfg: DictConfig) -> None:
         node: Any = OmegaConf.to_container(cfg[name], resolve=True) if raw.get(name) is not None else None
         if name in OBJECTS:
             check.node(name, node, raw.get(name))
+            check.refused |= misplaced(name, node, cfg.run_dir) if name == "trainer" else {}
         else:
             for key, settings in (node or {}).items():
                 if settings is not None:
                     check.node(f"{name}.{key}", settings, raw[name][key])
+                    check.refused |= misplaced(f"{name}.{key}", settings, cfg.run_dir)
     if problems := check.problems():
         raise ValueError("; ".join(problems))
 
@@ -260,12 +263,12 @@ class _SettingsCheck:
     def __init__(self) -> None:
         self.known: set[str] = set(hints_of(Run))
         self.unknown: dict[str, Any] = {}
-        self._refused: dict[str, str] = {}
+        self.refused: dict[str, str] = {}
 
     def node(self, key: str, settings: Any, raw: Any) -> None:
         """Check the settings of one object, given as composed and before interpolation."""
         if not isinstance(settings, Mapping):
-            self._refused[key] = f"{key}={shown(settings)}: expected the settings of an object, with _target_"
+            self.refused[key] = f"{key}={shown(settings)}: expected the settings of an object, with _target_"
             return
         if "_target_" not in settings:
             self.unknown |= {f"{key}.{name}": value for name, value in settings.items()}
@@ -279,7 +282,7 @@ class _SettingsCheck:
             if name in ("_target_", "_partial_", "_convert_", "_recursive_"):
                 continue
             if inner in ELSEWHERE:
-                self._refused[inner] = f"{inner}={shown(value)}: set {ELSEWHERE[inner]} instead"
+                self.refused[inner] = f"{inner}={shown(value)}: set {ELSEWHERE[inner]} instead"
             elif name in hints or "**" in hints:
                 self.value(inner, value, raw[name], hints.get(name, Any))
             else:
@@ -289,7 +292,7 @@ class _SettingsCheck:
         """Check plain settings, which do not belong to an object."""
         if not isinstance(settings, Mapping):
             expected = ", ".join(f"{key}.{name}" for name in hints)
-            self._refused[key] = f"{key}={shown(settings)}: expected settings of their own: {expected}"
+            self.refused[key] = f"{key}={shown(settings)}: expected settings of their own: {expected}"
             return
         for name, value in settings.items():
             if name in hints:
@@ -305,15 +308,18 @@ class _SettingsCheck:
             key = copied[1]
         if isinstance(value, Mapping) and "_target_" in value:
             if not _takes(hint, target_class(value["_target_"])):
-                self._refused[key] = refusal(key, value["_target_"], hint)
+                self.refused[key] = refusal(key, value["_target_"], hint)
             elif not copied:
                 self.node(key, value, raw)
+        # what an unset variable of a shell leaves; a caption and a part of a logger's path may be empty
+        elif "" in dict(leaves(value)).values() and not key.endswith(("prompt", "prompts", "version", "prefix")):
+            self.refused[key] = f"{key}={shown(value)} is empty: leave it out, or give a value"
         elif plain(hint) is None or not fits(value, plain(hint)):
-            self._refused.setdefault(key, refusal(key, value, hint))
+            self.refused.setdefault(key, refusal(key, value, hint))
 
     def problems(self) -> list[str]:
         return [
-            *self._refused.values(),
+            *self.refused.values(),
             *(f"{key}={shown(v)}: unknown setting{did_you_mean(key, self.known)}" for key, v in self.unknown.items()),
         ]
 
@@ -395,6 +401,15 @@ def _missing_package(error: ImportError) -> str:
     package = package.partition(".")[0]
     requirement = f"'vsa-train[{EXTRAS[package]}]'" if package in EXTRAS else package
     return f"the package {package}: pip install {requirement}"
+
+
+def in_run_folder(node: Any, run_dir: str) -> Any:
+    """A config node whose objects write to the run folder, the only place that a run writes to."""
+    if not isinstance(node, Mapping):
+        return node
+    arguments = arguments_of(target_class(node["_target_"])) if "_target_" in node else ()
+    own = {name: run_dir for name in OWN_FOLDER if name in arguments}
+    return {name: in_run_folder(value, run_dir) for name, value in node.items()} | own
 
 
 def model_factory(config: DictConfig | Mapping[str, Any]) -> Callable[..., VideoDiT]:

@@ -12,6 +12,7 @@ from tempfile import TemporaryFile
 from typing import Any
 
 from vsa.secrets import without_secrets
+from vsa.streams import visible
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Error numbers of a full disk: no space, quota exceeded, file size limit of the process exceeded."""
@@ -39,7 +40,7 @@ def one_line_errors(*extra: type[Exception], traceback: bool | None = None) -> I
     try:
         yield
     except (ValueError, OSError, *extra) as error:
-        message = without_secrets(" ".join(str(error).split())) or type(error).__name__
+        message = visible(without_secrets(" ".join(str(error).split()))) or type(error).__name__
         full = isinstance(error, OSError) and error.errno in NO_ROOM
         # stderr may be redirected to the full disk
         with suppress(OSError):

@@ -203,6 +203,18 @@ def open_regular(path: str | Path, *, inside: Path | None = None) -> io.Buffered
     raise ValueError(f"{path} is {'a folder' if stat.S_ISDIR(mode) else 'a pipe or device'}, expected a file")
 
 
+def own_folder(path: Path) -> Path:
+    """A folder that a command writes to by itself; ValueError if it is a link, to a place that nobody named."""
+    if path.is_symlink():
+        raise ValueError(f"{path} is a link to {os.readlink(path)}: remove it, or name another folder with --out")
+    return path
+
+
+def is_regular(path: Path, *, inside: Path) -> bool:
+    """Whether `open_regular` opens a path that lies in a folder."""
+    return path.is_file() and path.resolve().is_relative_to(inside.resolve())
+
+
 def read_bytes(path: str | Path, *, limit: int = LIMIT, inside: Path | None = None) -> bytes:
     """The content of a regular file of at most `limit` bytes; errors as in `open_regular`."""
     with open_regular(path, inside=inside) as file:

@@ -1,4 +1,4 @@
-"""Standard streams that are closed, full or without a reader.
+"""Standard streams that are closed, full or without a reader, and what others wrote on its way to a terminal.
 
 This module imports only the standard library: a command calls it before anything else opens a file.
 """
@@ -7,11 +7,30 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import sys
 from typing import Any
 
 LOADING = "loading ..."
 """First line of every command, on standard error, before packages are imported that take seconds."""
+
+
+CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+"""Characters that move the cursor of a terminal, set its title or turn the direction of its text."""
+# libraries whose bars move the cursor; what their tables show comes from `visible`
+_DRAWING = ("rich", "tqdm", "click")
+
+
+def visible(text: str, keep: str = "") -> str:
+    """A text with its control characters written out as `\\x1b`, but those in `keep`."""
+    return CONTROL.sub(lambda match: match[0] if match[0] in keep else repr(match[0])[1:-1], text)
+
+
+class _Visible(io.TextIOWrapper):
+    def write(self, text: str, /) -> int:
+        # `print` has no frame, so this is the module that prints
+        module = sys._getframe(1).f_globals.get("__name__", "")
+        return super().write(text if module.partition(".")[0] in _DRAWING else visible(text, "\n\t"))
 
 
 def make_steady() -> None:
@@ -34,7 +53,7 @@ def make_steady() -> None:
         encoding, errors = (stream.encoding, stream.errors) if stream else ("utf-8", "backslashreplace")
         at_once = number == 2 or os.isatty(number) or (stream is not None and stream.write_through)
         buffer = io.BufferedWriter(_Steady(number, "w", closefd=False))
-        steady = io.TextIOWrapper(buffer, encoding, errors, line_buffering=at_once)
+        steady = _Visible(buffer, encoding, errors, line_buffering=at_once)
         setattr(sys, name, steady)
         setattr(sys, f"__{name}__", steady)
 

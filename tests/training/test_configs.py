@@ -16,13 +16,14 @@ from hydra.errors import InstantiationException
 from lightning_utilities.core.imports import RequirementCache
 from omegaconf import DictConfig, OmegaConf
 
+import vsa.training.train as run_module
 from tests.data.tiny_wan import save_pipeline
 from vsa.attention.base import AttentionMethod
 from vsa.attention.full import FullAttention
 from vsa.attention.sparsity import SparsitySchedule
 from vsa.attention.video_sparse import VideoSparseAttention
 from vsa.checkpoints.sampling_settings import sampling_of
-from vsa.config import build, build_task, check_targets, model_factory, resolved
+from vsa.config import build, build_task, check_targets, in_run_folder, model_factory, resolved
 from vsa.data.datamodule import PlanDataModule
 from vsa.diffusion.distribution_matching import standard_scale
 from vsa.training.model_sizes import fill_model
@@ -63,10 +64,9 @@ def build_everything(cfg) -> L.Trainer:
     optimizer = module._optim.build(model, roles)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     assert len(parameters) == len({id(p) for p in parameters}) == len(list(model.parameters()))
-    callbacks = [build(node) for node in cfg.callbacks.values() if node is not None]
-    loggers = [build(node) for node in cfg.logger.values()]
-    settings = OmegaConf.to_container(cfg.trainer, resolve=True)
-    return build(settings, callbacks=callbacks, logger=loggers, default_root_dir=cfg.run_dir)
+    callbacks = run_module._built(cfg, "callbacks")
+    settings = in_run_folder(OmegaConf.to_container(cfg.trainer, resolve=True), cfg.run_dir)
+    return build(settings, callbacks=callbacks, logger=run_module._built(cfg, "logger"))
 
 
 def _together() -> list[tuple[tuple[str, str], ...]]:
@@ -133,7 +133,7 @@ def test_wandb_works_offline_without_a_key(tmp_path, monkeypatch):
         monkeypatch.delenv(variable, raising=False)
     cfg = compose_run(f"output_dir={tmp_path}", "logger=wandb")
     (tmp_path / "pretrain" / "default").mkdir(parents=True)
-    logger = build(cfg.logger.wandb)
+    logger = build(cfg.logger.wandb, save_dir=cfg.run_dir)
     logger.log_metrics({"train/loss": 1.5}, 1)
     logger.finalize("success")
     wandb.finish()
@@ -209,7 +209,7 @@ def test_wan_is_sampled_as_wan_though_it_trains_without_a_shift(name, shift):
     cfg = compose_run(f"experiment={name}")
     assert sampling_of(cfg) == {"steps": 50, "guidance": 5.0, "flow_shift": shift}
     assert build(cfg.task.objective.shift)(30_000) == 1
-    samples = build(cfg.callbacks.samples)
+    samples = build(cfg.callbacks.samples, run_dir=cfg.run_dir)
     assert (samples.steps, samples.guidance, samples.flow_shift) == (50, 5.0, shift)
 
 
@@ -242,7 +242,7 @@ def test_a_missing_package_is_named_with_what_installs_it(tmp_path, monkeypatch,
     cfg = compose_run(f"output_dir={tmp_path}", f"logger={name}")
     requirement = {"tensorboard": "'vsa-train[tensorboard]'", "wandb": "wandb"}[name]
     with pytest.raises(ValueError) as error:
-        build(cfg.logger[name])
+        build(cfg.logger[name], save_dir=str(tmp_path))
     assert str(error.value) == f"logger.{name} needs the package {name}: pip install {requirement}"
 
 

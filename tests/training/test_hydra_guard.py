@@ -19,6 +19,7 @@ from vsa.training.hydra_guard import SweepFolder, check_hydra, checked_hydra
 CONFIGS = Path(__file__).parents[2] / "configs"
 SLURM = "hydra_plugins.hydra_submitit_launcher.submitit_launcher.SlurmLauncher"
 OPTUNA = "hydra_plugins.hydra_optuna_sweeper.optuna_sweeper.OptunaSweeper"
+JOBLIB = "hydra_plugins.hydra_joblib_launcher.joblib_launcher.JoblibLauncher"
 CONSOLE = {"class": "logging.StreamHandler", "stream": "ext://sys.stdout"}
 
 
@@ -38,7 +39,9 @@ def plain():
 def with_node(plain, **nodes):
     cfg = plain.copy()
     for name, node in nodes.items():
-        cfg.hydra[name] = OmegaConf.create(node) if isinstance(node, dict) else node
+        merges = name in ("run", "sweep", "job")
+        value = OmegaConf.merge(cfg.hydra[name], node) if merges else node
+        cfg.hydra[name] = OmegaConf.create(value) if isinstance(value, dict) else value
     # what interpolations may point to
     cfg.evil = {"_target_": "os.system", "command": "true"}
     cfg.by_folder = {"x": {"_target_": "os.system"}}
@@ -90,7 +93,18 @@ def logging_of(handler, **more):
         ({"job_logging": logging_of({**CONSOLE, "stream": "ext://evil.stream"})}, "job_logging.handlers.x.stream"),
         ({"job_logging": logging_of({**CONSOLE, "stream": "cfg://evil"})}, "job_logging.handlers.x.stream"),
         ({"job_logging": logging_of({**CONSOLE, ".": {"x": 1}})}, "job_logging.handlers.x"),
-        ({"job_logging": logging_of({"class": "logging.FileHandler", "filename": "/home/me/.bashrc"})}, "filename"),
+        ({"job_logging": logging_of({"class": "logging.FileHandler", "filename": "/home/me/.bashrc"})}, "x.class"),
+        ({"job_logging": logging_of({"class": "logging.FileHandler", "filename": "x.log", "mode": "w"})}, "x.class"),
+        ({"hydra_logging": logging_of({"class": "logging.FileHandler", "filename": "x.log"})}, "x.class"),
+        ({"launcher": {"_target_": SLURM, "submitit_folder": "outputs/r/precious"}}, "launcher.submitit_folder"),
+        ({"launcher": {"_target_": SLURM, "submitit_folder": "${hydra.sweep.dir}/../r"}}, "launcher.submitit_folder"),
+        ({"launcher": {"_target_": JOBLIB, "temp_folder": "/tmp/x"}}, "launcher.temp_folder"),
+        ({"sweeper": {"_target_": OPTUNA, "storage": "sqlite:////home/me/x.db"}}, "sweeper.storage"),
+        ({"run": {"dir": "/home/me"}}, "run.dir"),
+        ({"sweep": {"dir": "/home/me", "subdir": "."}}, "sweep.dir"),
+        ({"sweep": {"dir": "${output_dir}/${name}", "subdir": "../r/precious"}}, "sweep.subdir"),
+        ({"output_subdir": "outputs/r/precious"}, "output_subdir"),
+        ({"job": {"chdir": True}}, "job.chdir"),
         ({"job_logging": logging_of(CONSOLE, formatters={"f": {"class": "evil.F"}})}, "formatters.f.class"),
         ({"job_logging": logging_of("${by_folder[${hydra.runtime.output_dir}]}")}, "job_logging.handlers.x"),
         ({"hydra_logging": logging_of(CONSOLE, filters={"f": {"()": "evil.F"}})}, r"hydra_logging.filters.f.\(\)"),
@@ -128,7 +142,7 @@ def test_packages_of_others_are_not_looked_into(path):
     [
         {},
         # as these plugins come
-        {"launcher": {"_target_": "hydra_plugins.hydra_joblib_launcher.joblib_launcher.JoblibLauncher", "n_jobs": -1}},
+        {"launcher": {"_target_": JOBLIB, "n_jobs": -1, "temp_folder": None}},
         {
             "launcher": {
                 "_target_": SLURM,
@@ -165,6 +179,7 @@ def test_packages_of_others_are_not_looked_into(path):
                 "_target_": OPTUNA,
                 "sampler": {"_target_": "optuna.samplers.TPESampler", "seed": 1},
                 "custom_search_space": None,
+                "storage": "sqlite:///outputs/pretrain/search.db",
                 "params": {"optim.lr": "interval(0.1, 1)"},
             },
         },
@@ -180,8 +195,11 @@ def test_launchers_and_sweepers_that_are_known_stay(plain, nodes):
 
 
 def test_hydras_own_logging_and_our_own_packages_stay():
-    composed("hydra/job_logging=default", "hydra/hydra_logging=default", "hydra.searchpath=[pkg://vsa.data]")
-    composed("hydra/job_logging=stdout", "hydra/hydra_logging=hydra_debug")
+    composed("hydra/job_logging=stdout", "hydra/hydra_logging=default", "hydra.searchpath=[pkg://vsa.data]")
+    composed("hydra/job_logging=disabled", "hydra/hydra_logging=disabled")
+    # its file would stand in the folder where the command was started
+    with pytest.raises(ValueError, match=r"handlers\.file\.class=logging.FileHandler is not allowed"):
+        composed("hydra/job_logging=default")
 
 
 def tree(folder: Path) -> list[str]:

@@ -38,13 +38,6 @@ _CANNOT_MOVE = (
 )
 
 
-def check_name(key: str, value: str) -> None:
-    """Raise ValueError with key and value if a setting is not the name of a folder."""
-    # a leading dot also covers "." and "..", and the hidden names used in this module
-    if not value or value == "None" or value.startswith(".") or {"/", os.sep, "\0"} & set(value):
-        raise ValueError(f"{key}={value} is not a name: expected one folder name without / and without a leading dot")
-
-
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """Lock a run folder, which need not exist, for the duration of the block or until this process ends.
@@ -131,11 +124,12 @@ def check_folder(folder: Path, *, overwrite: bool) -> None:
     Raises:
         ValueError: names the problem and its solution.
     """
-    if folder.is_symlink() and (overwrite or not folder.exists()):
+    if folder.is_symlink():
         raise ValueError(
             f"run folder {folder} is a symbolic link to {os.readlink(folder)}: "
             "remove the link, or name the folder itself with run_dir="
         )
+    refuse_inside_run(folder.absolute().parent, f"run folder {folder}")
     if not folder.exists():
         return
     if not folder.is_dir():
@@ -150,6 +144,9 @@ def check_folder(folder: Path, *, overwrite: bool) -> None:
                 f"run folder {folder} holds files of something else (it has no {MANIFEST}): "
                 "a run could replace them, name another one with run=NAME or run_dir=FOLDER"
             )
+        for link in folder.rglob("*"):
+            if link.is_symlink() and not link.resolve().is_relative_to(folder.resolve()):
+                raise ValueError(f"run folder {folder} has a link out of it, {link} -> {os.readlink(link)}: remove it")
         return
     if Path.cwd().is_relative_to(folder.resolve()):
         raise ValueError(f"overwrite=true cannot remove {folder}: the command was started inside it")
@@ -162,6 +159,13 @@ def check_folder(folder: Path, *, overwrite: bool) -> None:
     inner = next((path for path in _folders_below(folder) if _is_run(path)), None)
     if inner is not None:
         raise ValueError(f"overwrite=true cannot remove {folder}: it contains another run, {inner}")
+
+
+def refuse_inside_run(folder: Path, what: str) -> None:
+    """Raise ValueError if a folder is that of a run or within one, where another one may not write."""
+    outer = next((path for path in (folder.resolve(), *folder.resolve().parents) if _is_run(path)), None)
+    if outer is not None:
+        raise ValueError(f"{what} is inside a run, {outer}: choose another folder")
 
 
 def _holds_files(folder: Path) -> bool:

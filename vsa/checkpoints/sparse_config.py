@@ -14,7 +14,7 @@ from vsa.attention.layout import Partition
 from vsa.attention.named import WITHOUT_PARAMETERS, refuse_settings
 from vsa.attention.sparsity import Budget, ConstantSparsity
 from vsa.attention.tiling import BlockOrder
-from vsa.files import parse_json, read_text, write_whole
+from vsa.files import inner_name, parse_json, read_text, write_whole
 from vsa.settings import Bound, checked
 
 SCHEMA_VERSION = 2
@@ -183,6 +183,8 @@ class SparseAttentionConfig:
             raise ValueError(
                 f"golden and golden_tolerance come together, got {self.golden} and {self.golden_tolerance}"
             )
+        if self.golden is not None:
+            inner_name(self.golden, "golden")
 
     def _check_settings(self, settings: Mapping[str, Any]) -> None:
         refuse_settings(self.method, settings, self.grids)

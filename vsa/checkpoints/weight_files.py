@@ -18,6 +18,7 @@ from torch import Tensor
 
 from vsa import files
 from vsa.checkpoints.sparse_config import SPARSE_CONFIG
+from vsa.files import inner_name
 from vsa.models.sharding import fill
 from vsa.settings import Count
 
@@ -203,7 +204,7 @@ class WeightFiles(TensorFiles):
             if not isinstance(stored_map, dict):
                 raise ValueError(f"{index} has no weight_map")
             weight_map = stored_map
-            super().__init__(folder, sorted(set(stored_map.values())))
+            super().__init__(folder, sorted({inner_name(file, index) for file in stored_map.values()}))
         elif (folder / f"{name}.safetensors").is_file():
             super().__init__(folder, [f"{name}.safetensors"])
         else:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from importlib import import_module
 from inspect import cleandoc
+from itertools import pairwise
 from typing import Any
 
 import typer
@@ -105,6 +106,13 @@ def vsa() -> None:
     """
 
 
+def _refuse_empty(words: Sequence[str]) -> None:
+    """Refuse what an unset variable of a shell leaves of a path or a name; a prompt may be empty."""
+    for option, word in pairwise(["", *words]):
+        if (not word or (word.startswith("--") and word.endswith("="))) and "prompt" not in (word or option):
+            raise ValueError(f"{word or option or 'command'} has an empty value: leave it out, or give a value")
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command line (that of the process by default) and exit with its status."""
     make_steady()
@@ -113,6 +121,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     # handlers are set before torch is imported, which takes seconds
     with handled_by(end_at_once) if words[:1] == ["train"] else nullcontext():
         try:
+            with one_line_errors():
+                _refuse_empty(words)
             app(args=words, prog_name="vsa")
         except Exception:
             # set here, because typer installs its own hook

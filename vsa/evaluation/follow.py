@@ -26,6 +26,7 @@ from vsa.evaluation.evaluator import (
     write_evaluation,
 )
 from vsa.evaluation.video_metrics import load_lpips
+from vsa.files import own_folder
 from vsa.sampling.pipeline import LoadedRun, load_run
 
 SHOWN = ("val/loss", "psnr", "ssim", "lpips", "black", "uniform", "motion", "flicker", "flicker_excess")
@@ -86,7 +87,7 @@ def evaluate_run(
     Returns:
         One line for each bar that the newest checkpoint misses.
     """
-    folder, out = run_dir / "checkpoints", out or run_dir / "evaluation"
+    folder, out = run_dir / "checkpoints", out or own_folder(run_dir / "evaluation")
     if not folder.is_dir() and not (follow and (run_dir / "config.yaml").is_file()):
         raise ValueError(f"{run_dir} is not a run folder: missing checkpoints")
     if request.lpips is not None and request.reference == "none":

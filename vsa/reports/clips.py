@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from html import escape
 from pathlib import Path
 from statistics import fmean
 
+from vsa.files import is_regular, read_json
 from vsa.pages.page import data_uri
 from vsa.reports.runs import Run
 from vsa.reports.variants import Variant
@@ -55,12 +55,13 @@ def newest_clips(run: Run) -> dict[str, dict[str, Path]]:
         sets: dict[str, dict[str, Path]] = {}
         for record in sorted(step.glob("**/samples.json")):
             with suppress(OSError, ValueError, KeyError, TypeError):
-                entries = json.loads(record.read_text(encoding="utf-8"))["clips"]
+                entries = read_json(record, inside=run.folder)["clips"]
                 # only the last part, so that a path in the file cannot leave the folder
                 paths = {str(clip["prompt"]): record.parent / Path(clip["gif"]).name for clip in entries}
                 name = "/".join(record.parent.relative_to(step).parts)
                 number = int(step.name.removeprefix("step-"))
-                sets[f"step {number}{f', {name}' if name else ''}"] = {p: c for p, c in paths.items() if c.is_file()}
+                own = {prompt: clip for prompt, clip in paths.items() if is_regular(clip, inside=run.folder)}
+                sets[f"step {number}{f', {name}' if name else ''}"] = own
         sets = {label: clips for label, clips in sets.items() if clips}
         if sets:
             return sets
@@ -82,7 +83,7 @@ def run_clip_table(run: Run, *, most_bytes: float) -> ClipTable:
     codec, real = {}, {}
     psnr = []
     with suppress(OSError, ValueError, KeyError, TypeError):
-        for clip in json.loads((folder / "samples.json").read_text(encoding="utf-8"))["clips"]:
+        for clip in read_json(folder / "samples.json", inside=run.folder)["clips"]:
             prompt = str(clip["prompt"])
             codec[prompt] = folder / Path(clip["codec"]).name
             if "original" in clip:
@@ -91,7 +92,7 @@ def run_clip_table(run: Run, *, most_bytes: float) -> ClipTable:
                 psnr.append(float(clip["psnr"]))
     psnr_text = f"PSNR {fmean(psnr):.1f} dB" if psnr else ""
     for heading, clips in ((("real", "of the data"), real), (("codec's reconstruction", psnr_text), codec)):
-        there = {prompt: path for prompt, path in clips.items() if path.is_file()}
+        there = {prompt: path for prompt, path in clips.items() if is_regular(path, inside=run.folder)}
         if there:
             columns[heading] = there
     return _fitting(columns, most_bytes)

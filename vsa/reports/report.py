@@ -13,7 +13,7 @@ from rich.table import Table as Printed
 
 from vsa.errors import refuse_unwritable
 from vsa.evaluation.figures import health_curves, loss_curve
-from vsa.files import write_whole
+from vsa.files import own_folder, write_whole
 from vsa.pages.charts import draw_panel, write_csv
 from vsa.pages.page import Section, figure_html, list_html, page, section_html
 from vsa.reports import tables
@@ -23,6 +23,7 @@ from vsa.reports.header import differences, facts, not_shown
 from vsa.reports.run_page import MEGABYTE, PAGE, write_run_page
 from vsa.reports.runs import Missing, Run, find_runs, is_run, read_run
 from vsa.reports.variants import Variant, compared, group, reference
+from vsa.streams import visible
 
 DATA = "report"
 
@@ -43,7 +44,7 @@ def report(folders: Sequence[Path], *, out: Path | None = None, clips_mb: float 
     single = len(folders) == 1 and is_run(folders[0])
     root, runs, missing = (folders[0].resolve(), [read_run(folders[0])], []) if single else find_runs(folders)
     out = root if out is None else out
-    refuse_unwritable(out / DATA)
+    refuse_unwritable(own_folder(out / DATA))
     console = Console()
     _print(console, root, runs, missing)
     for run in runs:
@@ -57,7 +58,7 @@ def report(folders: Sequence[Path], *, out: Path | None = None, clips_mb: float 
         path = write_report(root, runs, missing, out=out, clips_mb=clips_mb)
         beside = f", data and pictures beside it in {DATA}/"
     size = path.stat().st_size / MEGABYTE
-    console.print(escape(f"page: {path} ({size:.1f} MB){beside}"), soft_wrap=True)
+    console.print(escape(visible(f"page: {path} ({size:.1f} MB){beside}")), soft_wrap=True)
     return path
 
 
@@ -148,7 +149,7 @@ def _draw_loss(run: Run) -> None:
 
 
 def _print(console: Console, root: Path, runs: Sequence[Run], missing: Sequence[Missing]) -> None:
-    table = Printed(title=escape(f"runs in {root}"), box=SIMPLE, pad_edge=False)
+    table = Printed(title=escape(visible(f"runs in {root}")), box=SIMPLE, pad_edge=False)
     # names are never cut, because runs may differ in the beginning or in the end of the name
     table.add_column("run", overflow="fold")
     for heading in ("steps", "train loss", "val loss", "tokens/s"):
@@ -158,8 +159,9 @@ def _print(console: Console, root: Path, runs: Sequence[Run], missing: Sequence[
         train = float(run.train[1][-1]) if len(run.train[1]) else None
         values = (train, run.val_loss, run.last("throughput/tokens_per_second"))
         steps = str(run.train[0][-1]) if len(run.train[0]) else "-"
-        table.add_row(escape(run.name), steps, *("-" if value is None else f"{value:.4g}" for value in values))
+        table.add_row(escape(visible(run.name)), steps, *("-" if value is None else f"{value:.4g}" for value in values))
     console.print(table)
     for one in missing:
-        console.print(f"{one.status}: {one.name}: {one.reason}", soft_wrap=True, markup=False, highlight=False)
+        line = visible(f"{one.status}: {one.name}: {one.reason}")
+        console.print(line, soft_wrap=True, markup=False, highlight=False)
     console.print("curves: loss.png in the folder of each run", soft_wrap=True)

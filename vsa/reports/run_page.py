@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 
-from vsa.files import read_json, write_whole
+from vsa.files import is_regular, read_json, write_whole
 from vsa.pages.page import figure_html, list_html, page, picture_html, section_html
 from vsa.reports.clips import clips_html, run_clip_table
 from vsa.reports.header import shown_path
@@ -65,7 +65,7 @@ def write_run_page(run: Run, *, out: Path | None = None, clips_mb: float = CLIPS
             ),
             *(figure_html(chart, None, beside) for chart in charts[1:]),
             picture_html("Attention", "The tiles that a few query tiles of a sampled clip attend to.", attention)
-            if attention.is_file()
+            if is_regular(attention, inside=run.folder)
             else "",
             *(section_html(section) for section in (*tables, *last) if section is not None),
             f"<section><h2>Not shown</h2>{missed}</section>" if missed else "",
@@ -84,7 +84,7 @@ def _title(run: Run) -> str:
 
 def _picture(run: Run, key: str) -> Path | None:
     picture = run.folder / "loss.png"
-    return picture if key == "loss" and picture.is_file() else None
+    return picture if key == "loss" and is_regular(picture, inside=run.folder) else None
 
 
 def _facts(run: Run) -> dict[str, str]:
@@ -165,7 +165,7 @@ def _not_shown(run: Run, chart_keys: list[str], clips: object, attention: Path) 
         yield "Recall and gates: needs callbacks=diagnostics."
     if not clips:
         yield "Clips: none have been sampled (callbacks.samples)."
-    if not attention.is_file():
+    if not is_regular(attention, inside=run.folder):
         yield "Attention: no picture was drawn; runs with sparse attention draw one with their last clips."
     if not run.settings:
         yield "Settings: config.yaml is missing."

@@ -18,7 +18,17 @@ import numpy as np
 
 from vsa.checkpoints.run_checkpoint import list_checkpoints, read_checkpoint
 from vsa.checkpoints.run_folder import MANIFEST, PROJECT, in_use, read_manifest
-from vsa.files import CSV_LIMIT, check_kind, open_regular, read_csv, read_json, read_text, read_yaml, whole_lines
+from vsa.files import (
+    CSV_LIMIT,
+    check_kind,
+    is_regular,
+    open_regular,
+    read_csv,
+    read_json,
+    read_text,
+    read_yaml,
+    whole_lines,
+)
 
 METRICS, SWEEP = "metrics.csv", "sweep.json"
 # folders of a run that contain no other runs
@@ -258,7 +268,14 @@ def _one_line(error: Exception) -> str:
 
 
 def _refuse_foreign(folder: Path) -> None:
-    """Raise ValueError if another program wrote `metrics.csv`; one without metrics may be that of a run's beginning."""
+    """Raise ValueError if another program wrote `metrics.csv`; one without metrics may be that of a run's beginning.
+
+    So does a file that lies elsewhere, whose content would go into a page that is shared.
+    """
+    for name in (METRICS, MANIFEST, "config.yaml", "validation.csv"):
+        path = folder / name
+        if path.is_file() and not is_regular(path, inside=folder):
+            raise ValueError(f"{path} leads out of the run folder, to {path.resolve()}")
     columns = _columns(folder)
     if columns in ([], ["step"]) or _manifest(folder)[0].get("written_by") == PROJECT:
         return
@@ -287,7 +304,7 @@ def _name(path: Path, root: Path) -> str:
 def _points(path: Path) -> Iterator[Point]:
     """Points of a sweep; none without the file."""
     with suppress(OSError):
-        content = read_json(path, kind=object)
+        content = read_json(path, kind=object, inside=path.parent)
         # another program's file of this name is no sweep
         ours = isinstance(content, dict) and "points" in content
         check_kind(content if ours else {"points": []}, _SWEEP_KIND, path)

@@ -14,6 +14,7 @@ from vsa.checkpoints.weight_source import Group
 from vsa.config import attention_config
 from vsa.data.prompts import read_prompts
 from vsa.errors import refuse_unwritable, usable_device
+from vsa.files import own_folder
 from vsa.integrations.diffusers import applied_attention
 from vsa.integrations.diffusers.pipeline import (
     clip_settings,
@@ -40,7 +41,7 @@ def all_prompts(prompts: Sequence[str], file: Path | None) -> list[str]:
 def samples_folder(run: str | Path) -> Path:
     """The folder `samples` of a run, given the run folder or one of its checkpoints."""
     path = Path(run)
-    return (path.parent.parent if path.parent.name == "checkpoints" else path) / "samples"
+    return own_folder((path.parent.parent if path.parent.name == "checkpoints" else path) / "samples")
 
 
 def sample_run(

@@ -14,7 +14,7 @@ from types import FrameType
 from typing import Literal
 
 from vsa.signals import handled_by
-from vsa.streams import LOADING
+from vsa.streams import LOADING, visible
 
 Status = Literal["waiting", "running", "finished", "failed", "refused", "stopped"]
 
@@ -117,7 +117,7 @@ class _Running:
             lines = [line.strip() for line in log.read().decode(errors="replace").splitlines()]
         lines = [line for line in lines if line not in ("", LOADING)]
         errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-        return (errors or lines or [f"exit status {code}"])[-1]
+        return visible((errors or lines or [f"exit status {code}"])[-1])
 
 
 @contextmanager

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from vsa.checkpoints.run_folder import check_name
 from vsa.config import Sweep
+from vsa.places import check_name
 from vsa.settings import shown
 
 DENSE = "attention=full"

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from vsa.checkpoints.run_checkpoint import list_checkpoints
-from vsa.checkpoints.run_folder import MANIFEST, check_folder
+from vsa.checkpoints.run_folder import MANIFEST, check_folder, refuse_inside_run
 from vsa.files import read_json, remove_folder, write_whole
 from vsa.sweeps.job_queue import Job
 from vsa.sweeps.points import Point
@@ -27,6 +27,7 @@ class SweepRecord:
     """
 
     def __init__(self, folder: Path, *, sweep: str, command: str, settings: Sequence[str]):
+        refuse_inside_run(folder, f"the folder of the sweep, {folder},")
         self.folder = folder
         self._head = {"sweep": sweep, "command": command}
         self._settings = list(settings)

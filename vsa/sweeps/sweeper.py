@@ -22,9 +22,10 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from vsa.checkpoints.run_checkpoint import list_checkpoints
-from vsa.checkpoints.run_folder import check_name, locked
+from vsa.checkpoints.run_folder import locked
 from vsa.config import Sweep, build, check_settings, check_targets
 from vsa.evaluation.figures import final_loss
+from vsa.places import check_name
 from vsa.secrets import without_secrets
 from vsa.settings import key_value
 from vsa.sweeps.devices import slots_of

@@ -28,6 +28,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from vsa.files import YAML_LIMIT, check_yaml, read_text
+from vsa.places import PLACE, leaves, run_folder_of
 from vsa.secrets import masked
 
 TARGETS = {
@@ -73,13 +74,14 @@ CODE_OF_SLURM = ("export", "wrap", "prolog", "epilog", "task-prolog", "task-epil
 PACKAGES = re.compile(r"pkg://(hydra\.conf|(vsa|hydra_plugins)([./][\w./]*)?)$")
 """Packages that may contain configs; reading a config imports its package. Hydra imports installed plugins anyway."""
 
-LOG_CLASSES = ("logging.StreamHandler", "logging.FileHandler", "logging.Formatter")
+LOG_CLASSES = ("logging.StreamHandler", "logging.Formatter")
 LOG_STREAMS = ("ext://sys.stdout", "ext://sys.stderr")
 SETTING = re.compile(r"(?!hydra\.)\w+(\.\w+)+=")
 """An override of one option within a group."""
 
-OUTPUT_DIR = "${hydra.runtime.output_dir}/"
-"""Set by Hydra only when a job starts."""
+PLACES = {"run.dir": ".", "sweep.dir": "${output_dir}/${name}", "sweep.subdir": ".", "output_subdir": None}
+PLACES |= {"job.chdir": False}
+"""Where Hydra writes and works, as in `configs/train.yaml`; a run creates its folder itself, after all checks."""
 
 
 def check_hydra(node: DictConfig) -> None:
@@ -88,6 +90,11 @@ def check_hydra(node: DictConfig) -> None:
     Raises:
         ValueError: names the key and the value.
     """
+    for path, value in leaves(OmegaConf.to_container(node, resolve=False)):
+        if value != PLACES.get(key := ".".join(path), value):
+            raise ValueError(
+                f"hydra.{key}={value} is not allowed: set output_dir, name and run, leave it {PLACES[key]}"
+            )
     for path, value in _leaves(node):
         reason = _refusal(path, value, node)
         if reason:
@@ -110,6 +117,10 @@ def _refusal(path: tuple[str, ...], value: Any, node: DictConfig) -> str | None:
             return "a line break would add a command to a batch script"
         if "${" in text:
             return "it cannot be resolved when the config is checked"
+        if value is not None and (last == "storage" or PLACE.fullmatch(last)):
+            folder = text.removeprefix("sqlite:///")
+            if "://" not in folder and (not folder.startswith(f"{node.sweep.dir}/") or ".." in folder.split("/")):
+                return f"expected a place in the folder of the sweep, {node.sweep.dir}/"
     if top == "launcher" and ".submitit_launcher." in str(node.launcher.get("_target_")):
         return _submitit_refusal(path)
     if top in ("job_logging", "hydra_logging"):
@@ -139,9 +150,7 @@ def _logging_refusal(path: tuple[str, ...], text: str) -> str | None:
         return f"expected one of {', '.join(LOG_CLASSES)}"
     if re.match(r"[a-z]+://", text) and text not in LOG_STREAMS:
         return f"expected {' or '.join(LOG_STREAMS)}"
-    if path[-1] == "filename" and not text.endswith(".log"):
-        return "expected a file name that ends in .log"
-    if "${" in text and not text.startswith(OUTPUT_DIR):
+    if "${" in text:
         return "it cannot be resolved when the config is checked"
     return None
 
@@ -189,8 +198,13 @@ class CheckedConfigLoader(ConfigLoaderImpl):
     def load_configuration(self, *args: Any, **kwargs: Any) -> DictConfig:
         cfg = super().load_configuration(*args, **kwargs)
         check_hydra(cfg.hydra)
+        run_folder_of(cfg)
         if self.sweep is None and cfg.hydra.mode == RunMode.MULTIRUN:
+            # what is to be printed needs no torch
+            from vsa.checkpoints.run_folder import refuse_inside_run
+
             refuse_secrets(cfg)
+            refuse_inside_run(Path(cfg.hydra.sweep.dir), f"the folder of a sweep, {cfg.hydra.sweep.dir},")
             self.sweep = SweepFolder(Path(cfg.hydra.sweep.dir))
         return cfg
 
@@ -201,19 +215,10 @@ def refuse_secrets(cfg: DictConfig) -> None:
     Raises:
         ValueError: names the setting, not the value.
     """
-    for path, value in _plain_leaves(OmegaConf.to_container(cfg, resolve=False)):
+    for path, value in leaves(OmegaConf.to_container(cfg, resolve=False)):
         if masked({path[-1]: value}) != {path[-1]: value}:
             key = ".".join(path)
             raise ValueError(f"{key} holds a secret, which a sweep would write into multirun.yaml: leave it out")
-
-
-def _plain_leaves(node: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    inner = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else None
-    if inner is None:
-        yield path, node
-        return
-    for key, value in inner:
-        yield from _plain_leaves(value, (*path, str(key)))
 
 
 class _CheckedRepository(ConfigRepository):

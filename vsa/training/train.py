@@ -19,14 +19,14 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_modu
 from omegaconf import DictConfig, OmegaConf
 
 from vsa.checkpoints.run_checkpoint import Checkpoint, list_checkpoints, resolve_checkpoint
-from vsa.checkpoints.run_folder import RunFolder, check_folder, check_name, locked
+from vsa.checkpoints.run_folder import RunFolder, check_folder, locked, refuse_inside_run
 from vsa.checkpoints.state_file import one_line
 from vsa.checkpoints.wan_config import transformer_config
 from vsa.checkpoints.weight_source import open_weights
-from vsa.config import build, build_task, check_settings, check_targets, model_factory, resolved
+from vsa.config import build, build_task, check_settings, check_targets, in_run_folder, model_factory, resolved
 from vsa.errors import told_together
 from vsa.models.init import without_memory
-from vsa.secrets import without_secrets
+from vsa.places import run_folder_of
 from vsa.training.budgets import MEASURED_STEPS, WARM_UP_STEPS, StepTimer, budget_of, steps_of_budget
 from vsa.training.callbacks.announcement import Announcement
 from vsa.training.callbacks.bad_samples import BadSamples
@@ -73,7 +73,7 @@ def train(cfg: DictConfig, typed: Typed = NOTHING) -> None:
     """
     start_times = StartTimes()
     _check_values(cfg)
-    run_dir = _run_dir(cfg)
+    run_dir = run_folder_of(cfg)
     if cfg.dry_run:
         _dry_run(cfg)
         return
@@ -171,6 +171,9 @@ def _check_values(cfg: DictConfig) -> None:
     fill_model(cfg)
     check_targets(cfg)
     check_settings(cfg)
+    # toy clips are written there if they are missing
+    for key in {"root", "videos"} & set(cfg.data) if "toy" in cfg.data else ():
+        refuse_inside_run(Path(str(cfg.data[key])), f"data.{key}={cfg.data[key]}")
     _check_precision(cfg.trainer.precision)
     _check_accelerator(cfg.trainer.accelerator)
 
@@ -192,7 +195,7 @@ def _train(cfg: DictConfig, run_dir: Path, folder: RunFolder, typed: Typed, star
 
     module = _task(cfg, datamodule, resume, typed)
     _tell_export(cfg)
-    loggers = [build(node) for node in cfg.logger.values() if node is not None]
+    loggers = _built(cfg, "logger")
     callbacks = [start_times, *_callbacks(cfg, folder, loggers)]
     module.status.deadline = deadline_of(cfg.trainer.get("max_time"), os.environ)
     trainer = _trainer(cfg, module, callbacks, loggers)
@@ -221,18 +224,6 @@ def _check_accelerator(name: str) -> None:
         usable += [kind, "gpu"] if accelerator.is_available() else []
     if name not in usable:
         raise ValueError(f"trainer.accelerator={name}: expected one that is here ({', '.join(usable)}), got {name!r}")
-
-
-def _run_dir(cfg: DictConfig) -> Path:
-    if not cfg.run_dir:
-        raise ValueError(f"run_dir={cfg.run_dir} is not a folder: leave it out, or give one")
-    if without_secrets(str(cfg.run_dir), named=False) != str(cfg.run_dir):
-        raise ValueError("run_dir contains a secret, which the name of a folder would expose: choose another one")
-    # an explicit folder may be anywhere; a folder composed of names must be within the output folder
-    if str(cfg.run_dir) == f"{cfg.output_dir}/{cfg.name}/{cfg.run}":
-        check_name("name", str(cfg.name))
-        check_name("run", str(cfg.run))
-    return Path(str(cfg.run_dir))
 
 
 def _is_first_process(cfg: DictConfig) -> bool:
@@ -366,9 +357,14 @@ def _check_job(cfg: DictConfig, module: Any) -> None:
         raise ValueError(f"{type(module.sparsity).__name__} follows measurements: it needs callbacks=diagnostics")
 
 
+def _built(cfg: DictConfig, group: str) -> list[Any]:
+    nodes: Any = OmegaConf.to_container(cfg[group], resolve=True)
+    return [build(in_run_folder(node, str(cfg.run_dir))) for node in nodes.values() if node is not None]
+
+
 def _callbacks(cfg: DictConfig, folder: RunFolder, loggers: list[Any]) -> list[L.Callback]:
     """Callbacks by order: opening of the run, changes of its state (0), saving (1), display of the saved state (2)."""
-    callbacks = [build(node) for node in cfg.callbacks.values() if node is not None]
+    callbacks = _built(cfg, "callbacks")
     opening = Opening(folder, OmegaConf.to_yaml(OmegaConf.create(resolved(cfg))), loggers, overwrite=_overwrites(cfg))
     callbacks += [BadSamples(str(cfg.run_dir)), Announcement(cfg), KernelsAhead(cfg), OutOfMemory(cfg), LastLines()]
     return [opening, *sorted(callbacks, key=lambda callback: getattr(callback, "order", 0)), MissedValidation()]
@@ -392,7 +388,7 @@ def _may_be_several(trainer: Mapping[str, Any]) -> bool:
 
 
 def _trainer(cfg: DictConfig, module: Any, callbacks: list[L.Callback], loggers: list[Any]) -> L.Trainer:
-    settings: Any = OmegaConf.to_container(cfg.trainer, resolve=True)
+    settings: Any = in_run_folder(OmegaConf.to_container(cfg.trainer, resolve=True), str(cfg.run_dir))
     # Lightning's timer would not leave time to save
     settings.pop("max_time", None)
     if not module.automatic_optimization:
@@ -405,4 +401,4 @@ def _trainer(cfg: DictConfig, module: Any, callbacks: list[L.Callback], loggers:
     settings["strategy"] = choose_strategy(settings["strategy"], processes=_processes(settings))
     # Lightning makes the other loggers create files before everything is checked; `Opening` attaches them
     quiet = [logger for logger in loggers if hasattr(logger, "part")]
-    return build(settings, callbacks=callbacks, logger=quiet, default_root_dir=cfg.run_dir)
+    return build(settings, callbacks=callbacks, logger=quiet)

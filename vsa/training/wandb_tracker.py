@@ -114,6 +114,8 @@ class WandbTracker(WandbLogger):
             disable_git=True,
             disable_code=True,
             console="off",
+            # a moved run would have links out of its folder
+            symlink=False,
         )
         return wandb.init(**self._arguments, mode=mode, settings=settings)  # type: ignore[arg-type]
 

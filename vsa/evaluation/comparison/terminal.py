@@ -14,6 +14,7 @@ from vsa.evaluation.comparison.denoise import Denoised, plan_text
 from vsa.evaluation.comparison.figures import denoising_table, groups, is_part, result_table
 from vsa.evaluation.comparison.measure import Row
 from vsa.pages.page import Table
+from vsa.streams import visible
 
 METHOD_WIDTH = 18
 """Columns of a terminal that a method's name has at least; a longer one is folded."""
@@ -38,7 +39,7 @@ def print_results(rows: Sequence[Row], denoised: Sequence[Denoised], plan: Denoi
 
 
 def _printed(title: str, table: Table, width: int) -> Printed:
-    printed = Printed(title=escape(title), box=SIMPLE, pad_edge=False)
+    printed = Printed(title=escape(visible(title)), box=SIMPLE, pad_edge=False)
     columns = _columns_that_fit(table, width)
     for place in columns:
         options = (
@@ -47,7 +48,7 @@ def _printed(title: str, table: Table, width: int) -> Printed:
         printed.add_column(table.headings[place][0], **options)
     for row in table.rows:
         cells = [f"{row[place].text} {row[place].sub}" if place == 0 else row[place].text for place in columns]
-        printed.add_row(*map(escape, cells))
+        printed.add_row(*(escape(visible(cell)) for cell in cells))
     return printed
 
 
