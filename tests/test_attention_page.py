@@ -7,6 +7,7 @@ from pathlib import Path
 
 from vsa.attention.base import own_settings
 from vsa.attention.named import WITHOUT_PARAMETERS
+from vsa.integrations.diffusers.install import _named_factory
 
 ROOT = Path(__file__).parents[1]
 
@@ -42,3 +43,24 @@ def test_every_method_has_a_section_and_those_that_are_drawn_a_picture():
     for name, line in rows().items():
         assert re.findall(r"\]\(#([\w-]+)\)", line)[0] in headings, name
     assert set(re.findall(r"\]\(attention/(\w+)\.png\)", page)) == set(METHODS) <= set(rows())
+
+
+def test_the_methods_that_can_enter_diffusers_are_named():
+    sentence = re.search(
+        r"Six of them can enter a pretrained diffusers model: .*? the others cannot",
+        (ROOT / "docs" / "attention.md").read_text(encoding="utf-8"),
+        re.S,
+    )
+    assert sentence is not None
+
+    def enters(name: str) -> bool:
+        try:
+            _named_factory(name, {}, {}, None)
+        except ValueError as error:
+            return not str(error).startswith("method must be")
+        return True
+
+    able = {name for name in rows() if enters(name)}
+    assert set(re.findall(r"`(\w+)`", sentence[0])) == able
+    assert len(able) == 6
+    assert "six of which" in (ROOT / "README.md").read_text(encoding="utf-8")

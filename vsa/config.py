@@ -104,7 +104,8 @@ class Sweep:
         lr_settings: settings of the runs that try learning rates, such as a smaller budget.
         devices: number of GPUs, or their indices; null: all.
         jobs_per_device: number of runs that share a GPU.
-        cores: number of cores of a run, on a machine without GPUs.
+        cores: number of cores of a run, on a machine without GPUs; OMP_NUM_THREADS of the environment sets another
+            number of threads.
         grace_seconds: seconds in which a run has to save after a request to stop.
     """
 

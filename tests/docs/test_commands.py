@@ -187,7 +187,9 @@ def test_make_targets_in_sentences_exist():
 
 
 def test_models_of_own_videos_can_be_exported():
-    own = [c.settings for c in TRAININGS if "data=folder" in c.words and not {"-m", "--multirun"} & set(c.words)]
+    own = [
+        c.settings for c in TRAININGS if "experiment=own_videos" in c.words and not {"-m", "--multirun"} & set(c.words)
+    ]
     assert own
     exportable = []
     for settings in (*own, ["experiment=quickstart"]):
@@ -221,7 +223,7 @@ def test_there_are_commands_to_check():
     }
     for words in (
         "vsa train experiment=quickstart",
-        "data=folder",
+        "experiment=own_videos",
         "torchrun.*experiment=finetune",
         "torchrun.*experiment=distill",
     ):

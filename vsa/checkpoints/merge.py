@@ -184,7 +184,7 @@ def merged_state(sparse: WeightSource, steps: tuple[float, ...], merged_from: Ma
     state = {key: sparse.state[key] for key in KEPT if key in sparse.state}
     if sparse.run_config.get("task", {}).get("lora") is not None:
         # the adapters are merged into the weights
-        state["config"] = {**sparse.run_config, "task": {**sparse.run_config["task"], "lora": None}}
+        state["config"] = {**state["config"], "task": {**state["config"]["task"], "lora": None}}
     return {**state, "step_list": list(steps), "merged_from": dict(merged_from)}
 
 

@@ -24,6 +24,7 @@ from typing import Any, Literal
 import torch.distributed as dist
 from torch import Tensor
 
+from vsa.checkpoints.places import placed
 from vsa.checkpoints.save_meeting import SaveMeeting, raise_described
 from vsa.checkpoints.state_file import file_names, files_by_group, one_line, read_state, write_state
 from vsa.checkpoints.tensor_parts import Parts, own_parts, save_file, size_of
@@ -57,6 +58,11 @@ class Checkpoint:
     @property
     def schema(self) -> int:
         return self.state["schema"]
+
+    @cached_property
+    def config(self) -> Mapping[str, Any]:
+        """The config of its run, to be used in any working directory."""
+        return placed(self.state.get("config") or {}, self.path.parents[1])
 
     @cached_property
     def groups(self) -> Mapping[str, list[str]]:

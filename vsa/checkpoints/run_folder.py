@@ -22,13 +22,13 @@ from typing import Any
 
 from filelock import FileLock, SoftFileLock, Timeout
 
+from vsa.checkpoints.places import MANIFEST, STARTED_IN
 from vsa.checkpoints.retention import put_back, set_aside, shared_step
 from vsa.checkpoints.run_checkpoint import list_checkpoints
 from vsa.errors import refuse_unwritable
 from vsa.files import read_json, set_damaged_aside, write_whole
 from vsa.signals import handled_by
 
-MANIFEST = "run.json"
 PROJECT = "vsa-train"
 # lock of a folder that is writable but cannot be renamed
 _INNER_LOCK = ".lock"
@@ -352,16 +352,20 @@ def write_manifest(folder: Path) -> None:
         "commits": [checked_out_commit()],
         "run_id": secrets.token_hex(8),
         "created": _now(),
+        STARTED_IN: os.path.relpath(Path.cwd(), folder.resolve()),
     }
     _write_json(folder / MANIFEST, manifest)
 
 
 def _note_commit(folder: Path) -> None:
-    """Record the commit of this process in a resumed run if it differs from the last one."""
+    """Record commit and working directory of this process in a resumed run if they differ from the last ones."""
     manifest = read_manifest(folder)
     commits = manifest.get("commits", [])
+    news: dict[str, Any] = {STARTED_IN: os.path.relpath(Path.cwd(), folder.resolve())}
     if commits[-1:] != [checked_out_commit()]:
-        _write_json(folder / MANIFEST, {**manifest, "commits": [*commits, checked_out_commit()]})
+        news["commits"] = [*commits, checked_out_commit()]
+    if not news.items() <= manifest.items():
+        _write_json(folder / MANIFEST, {**manifest, **news})
 
 
 def _write_json(path: Path, values: Mapping[str, Any]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import shlex
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -59,6 +60,9 @@ def pretrained_folder(source: str | Path, subfolder: str = "transformer") -> Pat
     for candidate in (folder / subfolder, folder):
         if (candidate / "config.json").is_file():
             return candidate
+    if (folder / "checkpoints").is_dir() or (folder / "state.json").is_file():
+        how = f"vsa convert {shlex.quote(str(source))} EXPORT --to diffusers"
+        raise ValueError(f"{source} is a run of this project: make weights of it with {how}")
     raise ValueError(f"{source} has no config.json, neither in itself nor in {subfolder}/")
 
 

@@ -82,6 +82,10 @@ class RunWeights(WeightSource):
         return super()._rows(name, start, stop) if self._lora is None else self[name][start:stop]
 
     @property
+    def run_config(self) -> Mapping[str, Any]:
+        return self.checkpoint.config
+
+    @property
     def digest(self) -> str:
         return self.checkpoint.digest(self.group)
 

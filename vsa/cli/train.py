@@ -21,7 +21,7 @@ def train(
     vsa train experiment=quickstart
     vsa train experiment=quickstart run=mine trainer.max_steps=100
     vsa train experiment=quickstart run=mine ckpt_path=last       resumes from the newest checkpoint
-    vsa train data=folder data.root=SHARDS tile_thw=[2,2,2]
+    vsa train experiment=own_videos data.root=SHARDS tile_thw=[2,2,2]
     vsa train -m experiment=quickstart sparsity.sparsity=0.5,0.75 'run=s${sparsity.sparsity}'
 
     --cfg job prints every setting, --info how Hydra composed them, -m runs all combinations of listed values one

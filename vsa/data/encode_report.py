@@ -54,8 +54,4 @@ def encode_and_tell(
         return
     shapes = {sample.latent_shape for sample in index.samples.values()}
     if settings := encoders.training_settings(str(out), str(videos), shapes):
-        # double quotes around single ones are easier to read
-        words = (
-            f'"{word}"' if "'" in word and not set(word) & set('"$`\\!') else shlex.quote(word) for word in settings
-        )
-        print("to train on them: vsa train", *words)
+        print(f"to train on them: vsa train {shlex.join(settings)}")

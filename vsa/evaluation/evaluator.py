@@ -142,7 +142,7 @@ class Evaluator:
         other = self._other(run, ours)
         metrics: dict[str, float] = {}
         if s.val_loss:
-            metrics |= validation_loss(run, checkpoint.state, batch_size=s.batch_size)
+            metrics |= validation_loss(run, {**checkpoint.state, "config": checkpoint.config}, batch_size=s.batch_size)
         videos, finite = sample_clips(run, s.prompts, ours, progress)
         reference = None if other is None else self._reference_clips(*other, progress)
         clips = [

@@ -142,7 +142,7 @@ def _settings(request: EvaluationRequest, checkpoint: Checkpoint, reference: str
     A run without sample prompts uses a few captions of its held-out data. A distilled run is sampled at its step list,
     because the other settings of its clips are those of its teacher.
     """
-    config = checkpoint.state["config"]
+    config = checkpoint.config
     samples = (config.get("callbacks") or {}).get("samples") or {}
     prompts = request.prompts or samples.get("prompts") or _held_out_prompts(config)
     distilled = checkpoint.state.get("step_list") is not None

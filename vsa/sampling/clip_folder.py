@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,20 @@ def samples_folder(run: str | Path) -> Path:
     return own_folder((path.parent.parent if path.parent.name == "checkpoints" else path) / "samples")
 
 
+def _free_folder(named: Path | None, usual: Path) -> Path:
+    """A writable folder for new clips, checked first because clips that cannot be written would be lost."""
+    numbered = (usual.with_name(f"{usual.name}-{number}") for number in count(2))
+    folder = named or next(folder for folder in chain([usual], numbered) if not _clips_in(folder))
+    refuse_unwritable(folder)
+    if there := _clips_in(folder):
+        raise ValueError(f"--out {folder} holds clips already ({there[0].name}): choose another folder")
+    return folder
+
+
+def _clips_in(folder: Path) -> list[Path]:
+    return [path for name in ("samples.json", "contact_sheet.png", "*.mp4") for path in folder.glob(name)]
+
+
 def sample_run(
     run: str | Path,
     prompts: Sequence[str],
@@ -60,16 +75,15 @@ def sample_run(
     Args:
         run: run folder or checkpoint folder.
         prompts: N captions.
-        out: output folder; None: `samples` in the run folder.
+        out: output folder, which must hold no clips; None: in the run folder the first of `samples`, `samples-2`, ...
+            without any.
         fps: frame rate of the files.
         device: device of the model; None: a GPU if there is one.
         weights: averaged or trained weights; None: averaged ones if there are any.
         attention: draws the tiles that the first clip attends to (`vsa.evaluation.attention_map.draw_attention`).
         settings: arguments of `LoadedRun.settings`.
     """
-    out = out or samples_folder(run)
-    # checked first, because clips that cannot be written would be lost
-    refuse_unwritable(out)
+    out = _free_folder(out, samples_folder(run))
     loaded = load_run(run, weights=weights, device=usable_device(device))
     sample_settings = loaded.settings(**settings)
     with progress_bar("sampling", len(prompts) * sample_settings.steps) as advance:
@@ -84,7 +98,7 @@ def sample_pipeline(
     pipeline: str,
     prompts: Sequence[str],
     *,
-    out: Path = Path("samples"),
+    out: Path | None = None,
     seed: int = 0,
     batch_size: int = 1,
     fps: float = 16,
@@ -104,7 +118,7 @@ def sample_pipeline(
     Args:
         pipeline: folder or hub id of the pipeline.
         prompts: N captions.
-        out: output folder.
+        out: see `sample_run`; None: `samples`.
         seed: seed of the noise.
         batch_size: clips sampled together.
         fps: frame rate of the files.
@@ -120,7 +134,7 @@ def sample_pipeline(
             `neighborhood window_thw=[9,16,24]`.
         attention: further arguments of `open_pipeline`.
     """
-    refuse_unwritable(out)
+    out = _free_folder(out, Path("samples"))
     device = usable_device(device)
     dtype = dtype or ("float32" if device == "cpu" else "bfloat16")
     own = {"tile_thw": tile, **_named(method)}

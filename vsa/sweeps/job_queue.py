@@ -27,7 +27,7 @@ class Slot:
 
     Args:
         name: name of the device, for messages.
-        environment: environment variables that select the device.
+        environment: environment variables that select the device, and its threads unless the user has set them.
     """
 
     name: str
@@ -66,6 +66,8 @@ class _Running:
 
     def __init__(self, job: Job, slot: Slot):
         self.job, self.slot = job, slot
+        # threads that the user has set stand: they know what else runs on the machine
+        threads = {key: value for key, value in os.environ.items() if key == "OMP_NUM_THREADS"}
         self.began = time.monotonic()
         job.log.parent.mkdir(parents=True, exist_ok=True)
         with open(job.log, "ab") as log:
@@ -74,7 +76,7 @@ class _Running:
             self.process = Popen(
                 job.command,
                 # a sweep sets HYDRA_FULL_ERROR=1 for itself, its runs report errors in one line
-                env={**os.environ, "HYDRA_FULL_ERROR": "0", **slot.environment},
+                env={**os.environ, "HYDRA_FULL_ERROR": "0", **slot.environment, **threads},
                 stdin=DEVNULL,
                 stdout=log,
                 stderr=STDOUT,

@@ -88,7 +88,7 @@ def replay_step(path: Path, *, accelerator: str = "auto") -> Replayed:
         own, losses = read_batches(path / batch_file(rank))
         batches += own
         recorded += losses
-    cfg: Any = OmegaConf.create(checkpoint.state["config"])
+    cfg: Any = OmegaConf.create(dict(checkpoint.config))
     check_targets(cfg)
     datamodule = build(cfg.data)
     start = RunStart(resume=checkpoint, config=checkpoint.state["config"], micro_batches=len(batches))

@@ -146,6 +146,8 @@ def compare_attention(
         out = Path(DATA) if run is None or not is_run(run) else samples_folder(run).with_name(DATA)
     refuse_unwritable(out)
     refuse_others(out)
+    if save is not None and save.exists():
+        raise ValueError(f"--save {save} exists already: choose another file")
     kind = dtype or ("float32" if torch.device(device).type == "cpu" else "bfloat16")
     tensors, loaded, opened = None, None, None
     if run is not None:
@@ -242,7 +244,7 @@ def _capture(
     opened = [open_clip(run, name) for name in _videos(clips)[:most]]
     own = None
     if is_run(run.source) and not _is_dense(run):
-        own = resolve_checkpoint(run.source).state["config"]["attention"]
+        own = resolve_checkpoint(run.source).config["attention"]
     with progress_bar("capturing", len(opened) * len(timesteps), transient=True) as advance:
         return capture_clips(
             run, opened, layers=layer_numbers, timesteps=timesteps, seed=seed, attention=own, progress=advance

@@ -166,7 +166,7 @@ def read_clip(
 
 def _read_sample(run: LoadedRun, sample_id: str, caption: str | None) -> Clip:
     what = f"{sample_id!r} is no video file, and as the id of a sample"
-    data = resolve_checkpoint(run.source).state["config"]["data"] if is_run(run.source) else {}
+    data = resolve_checkpoint(run.source).config["data"] if is_run(run.source) else {}
     if "_target_" not in data:
         raise ValueError(f"{what} it needs a run with data, {run.source} has none")
     check_targets(data)

@@ -14,6 +14,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from vsa.data.bad_samples import BadSample, write_drop_list
 from vsa.data.batch import VideoBatch
+from vsa.settings import key_value
 from vsa.training.callbacks.checkpoint import Checkpointing
 from vsa.training.display import never_fatal
 from vsa.training.hosts import hosts_of
@@ -141,7 +142,7 @@ class BadSamples(L.Callback):
         return (
             f"{self._counts.total():,} of {self._drawn:,} samples drawn were bad ({causes}), more than "
             f"data.max_bad={most:g} allows; first {name}: {what}. {self._report} lists them, vsa check-data finds all: "
-            f"start anew with data.drop={self._report}, or go on with a larger data.max_bad"
+            f"start anew with {key_value('data.drop', self._report)}, or go on with a larger data.max_bad"
         )
 
 

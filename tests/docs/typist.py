@@ -1,0 +1,96 @@
+"""Types commands of the pages into this process, one after the other in one folder, with tiny models and few steps.
+
+The words of a command stay as they are; what makes it small stands behind them, where the last one counts.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+import shlex
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.data.tiny_wan import save_pipeline
+from tests.docs.pages import Command
+from vsa.data.toy_videos import ToyClips, write_toy_videos
+
+WAN = "Wan-AI/Wan2.1-T2V-1.3B-Diffusers"
+NEXT = re.compile(r"(?:^ *next:? +|, next: |to train on them: )(vsa .*)$", re.M)
+
+SIZES = (
+    "model.num_layers=2",
+    "model.num_attention_heads=1",
+    "model.attention_head_dim=12",
+    "model.ffn_dim=24",
+    "model.freq_dim=16",
+)
+FEW = (
+    "data.batch_size=4",
+    "data.num_workers=0",
+    "data.val_fraction=0.25",
+    "optim.schedule.warmup_steps=0",
+    "callbacks.progress=null",
+    "callbacks.samples.prompts=[a red circle moving left slowly]",
+    "callbacks.samples.steps=2",
+    "callbacks.samples.every_n_steps=0",
+    "trainer.accelerator=cpu",
+    "trainer.accumulate_grad_batches=1",
+    "trainer.log_every_n_steps=1",
+    "trainer.val_check_interval=2",
+    "trainer.enable_progress_bar=false",
+    "task.parallel.compile=false",
+)
+OTHERS = {
+    "encode": ("--device", "cpu"),
+    "sample": ("--steps", "2"),
+    "inspect": ("--layers", "0", "--timesteps", "500"),
+    "benchmarks.toy.score": ("--steps", "2", "--clips", "2"),
+}
+
+
+class Typist:
+    """Types commands in a folder.
+
+    Args:
+        folder: working directory, with clips in `VIDEOS` and a Wan pipeline under its hub id.
+        command_line: runs a command, see `tests.tiny_runs`.
+        log: what is logged, such as the last lines of a training.
+    """
+
+    def __init__(self, folder: Path, command_line: Callable[..., tuple[int, str, str]], log: pytest.LogCaptureFixture):
+        self.folder, self.command_line, self._log = folder, command_line, log
+        self.typed: list[str] = []
+        self._steps = 2
+
+    def __call__(self, line: str | Command, *own: str) -> list[str]:
+        """Type a command with words `own` behind it; returns the commands that it prints to go on with."""
+        words = shlex.split(line) if isinstance(line, str) else list(line.words)
+        self.typed.append(shlex.join(words))
+        if words[0] == "python":
+            importlib.import_module(words[2]).main([*words[3:], *OTHERS[words[2]]])
+            return []
+        name, *arguments = words[1:]
+        self._log.clear()
+        status, out, err = self.command_line(name, *arguments, *self._smaller(name, arguments), *own)
+        assert status == 0, f"{shlex.join(words)}: {err}"
+        return NEXT.findall("\n".join([out, err, *self._log.messages]))
+
+    def _smaller(self, name: str, arguments: Sequence[str]) -> Sequence[str]:
+        if name != "train":
+            return OTHERS.get(name, ())
+        # a resume goes on from what was made before
+        self._steps += 2 * ("ckpt_path=last" in arguments)
+        toy = ["data.toy.count=12", "optim.schedule.total_steps=8"] if "experiment=quickstart" in arguments else []
+        sizes = () if "model=from_checkpoint" in arguments else SIZES
+        # those under other names only change a setting
+        dry = ["dry_run=true"] if any(word.startswith("run=") for word in arguments) else []
+        return [*sizes, *FEW, *toy, *dry, f"trainer.max_steps={self._steps}"]
+
+
+def lay_out(folder: Path, *, clips: int = 8) -> None:
+    """What the pages speak of: a folder VIDEOS of captioned clips, and a pipeline under its id."""
+    write_toy_videos(ToyClips(count=clips, size=(16, 64, 64)), folder / "VIDEOS", progress=False)
+    save_pipeline(folder / WAN)
