@@ -143,7 +143,7 @@ def test_the_folder_one_stands_in_is_not_removed(tmp_path, monkeypatch):
 def test_overwriting_moves_aside_opens_and_removes(tmp_path):
     folder = a_run(tmp_path / "run")
     first = json.loads((folder / MANIFEST).read_text())
-    assert first.keys() == {"written_by", "version", "commits", "run_id", "created"}
+    assert first.keys() == {"written_by", "version", "commits", "run_id", "created", "started_in"}
     assert first["written_by"] == "vsa-train"
     # what an overwrite that was killed left behind goes when this run has got going
     lefts = [".run.overwritten-0123abcd", ".run.removing-0123abcd", ".run2.overwritten-0123abcd"]

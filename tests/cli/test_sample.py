@@ -55,9 +55,13 @@ def test_sample_runs_a_distilled_run_at_its_step_list(write_tiny_run, tmp_path: 
     other = write_tiny_run(tmp_path / "other", step_list=(1000.0, 600.0, 200.0))
 
     def first(*arguments: str) -> torch.Tensor:
-        vsa_command("sample", *arguments, "--device", "cpu", "--prompt", "a red circle", "--out", str(tmp_path / "one"))
-        again = json.loads((tmp_path / "one" / "samples.json").read_text())
-        return read_video(tmp_path / "one" / again["clips"][0]["mp4"])[0].int()
+        out = tmp_path / "-".join([Path(arguments[0]).name, *arguments[1:]])
+        words = ["sample", *arguments, "--device", "cpu", "--prompt", "a red circle", "--out", str(out)]
+        vsa_command(*words)
+        again = json.loads((out / "samples.json").read_text())
+        with pytest.raises(ValueError, match=r"holds clips already \(samples\.json\): choose another folder"):
+            vsa_command(*words)
+        return read_video(out / again["clips"][0]["mp4"])[0].int()
 
     clip = read_video(run / "samples" / record["clips"][0]["mp4"])[0].int()
     assert (first(str(run), "--seed", "4") - clip).abs().float().mean() < 0.5
