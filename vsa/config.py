@@ -32,7 +32,7 @@ ALLOWED_TARGETS = (
     "lightning.pytorch.loggers.",
     "lightning.pytorch.profilers.",
 )
-"""Modules whose classes a config may name. A class must also be defined there, so that an alias such as
+"""Modules whose public classes a config may name. A class must also be defined there, so that an alias such as
 `vsa.training.train.os.system` is not allowed."""
 
 
@@ -179,7 +179,8 @@ def check_targets(config: Any) -> None:
         config = OmegaConf.to_container(config, resolve=True)
     for key, target in _targets(config):
         refused = ValueError(f"{key}={target} is not allowed: a config may build classes of vsa and lightning only")
-        if not isinstance(target, str) or not target.startswith((*ALLOWED_TARGETS, "lightning.pytorch.Trainer")):
+        allowed = isinstance(target, str) and target.startswith((*ALLOWED_TARGETS, "lightning.pytorch.Trainer"))
+        if not allowed or "._" in target:
             raise refused
         try:
             constructor = target_class(target)

@@ -173,6 +173,8 @@ def test_trained_grids_have_the_topk_they_were_trained_with():
             "of topk_ranges must have one entry per layer, got 1",
         ),
         ({"golden": "golden.safetensors"}, "golden and golden_tolerance come together"),
+        ({"golden": "../../x", "golden_tolerance": 1e-3}, "golden names '../../x', expected a relative path"),
+        ({"golden": "/etc/passwd", "golden_tolerance": 1e-3}, "golden names '/etc/passwd', expected a relative path"),
     ],
 )
 def test_sparse_config_refuses(change, message):

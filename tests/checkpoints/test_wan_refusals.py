@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -93,6 +94,26 @@ def test_shards_that_disagree_with_their_index_are_refused(tmp_path):
     next(tmp_path.glob("*-00002-*")).unlink()
     with pytest.raises(ValueError, match=r"00002.* is missing"):
         WeightFiles(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name", ["../outside.safetensors", "{folder}/../outside.safetensors", "a/../../outside", "", 7, []]
+)
+def test_an_index_names_files_of_its_own_folder(name, tmp_path):
+    folder = tmp_path / "sharded"
+    saved(folder, shard="60KB")
+    index = folder / "diffusion_pytorch_model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    file = content["weight_map"]["proj_out.bias"]
+    # with links instead, as the hub's cache has them, the same files are read
+    shutil.move(folder / file, tmp_path / "outside.safetensors")
+    (folder / file).symlink_to("../outside.safetensors")
+    WeightFiles(folder)
+    outside = name.format(folder=folder) if isinstance(name, str) else name
+    content["weight_map"] = {key: outside if at == file else at for key, at in content["weight_map"].items()}
+    index.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=r"index.json names .*, expected a relative path without \.\."):
+        WeightFiles(folder)
 
 
 def test_a_tensor_has_one_place(tmp_path):

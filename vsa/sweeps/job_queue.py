@@ -14,7 +14,7 @@ from types import FrameType
 from typing import Literal
 
 from vsa.signals import handled_by
-from vsa.streams import LOADING, visible
+from vsa.streams import LOADING
 
 Status = Literal["waiting", "running", "finished", "failed", "refused", "stopped"]
 
@@ -119,7 +119,7 @@ class _Running:
             lines = [line.strip() for line in log.read().decode(errors="replace").splitlines()]
         lines = [line for line in lines if line not in ("", LOADING)]
         errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-        return visible((errors or lines or [f"exit status {code}"])[-1])
+        return (errors or lines or [f"exit status {code}"])[-1]
 
 
 @contextmanager

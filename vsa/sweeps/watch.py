@@ -18,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from vsa.files import open_regular, read_text
+from vsa.streams import visible
 from vsa.sweeps.job_queue import Job
 
 _TAIL = 1 << 15
@@ -149,7 +150,7 @@ class Watch:
     def say(self, line: str) -> None:
         """Print a separate line."""
         with self._shown():
-            self._console.print(line, markup=False, soft_wrap=True)
+            self._console.print(visible(line), markup=False, soft_wrap=True)
 
     def tick(self) -> None:
         """Redraw if it is due."""
@@ -185,7 +186,7 @@ class Watch:
                 _number(view.values, "val/loss"),
                 _number(view.values, "throughput/step_seconds"),
                 "" if remaining_seconds is None else _clock(remaining_seconds),
-                Text((job.reason or "")[:_REASON] if job.status != "running" else str(job.device)),
+                Text(visible(job.reason or "")[:_REASON] if job.status != "running" else str(job.device)),
                 style=_STYLES.get(job.status),
             )
         return table
