@@ -67,3 +67,13 @@ def test_a_terminal_has_a_table_and_a_file_has_lines(tmp_path):
     rows = [line.split() for line in table.splitlines()]
     assert ["a", "running", "3/5", "2", "1.5", "60", "0:02:00", "gpu", "1"] in rows
     assert ["b", "waiting"] in rows
+
+
+def test_reasons_of_runs_move_no_cursor(tmp_path):
+    file = io.StringIO()
+    jobs = [Job("a", (), tmp_path / "a.log", status="failed", reason="because\x1b[2J of\x07")]
+    with Watch(tmp_path, Console(file=file, width=120)) as watch:
+        watch.add(jobs)
+        watch.changed(jobs[0])
+    assert r"because\x1b[2J of\x07" in file.getvalue()
+    assert not set("\x1b\x07") & set(file.getvalue())

@@ -19,7 +19,7 @@ from hydra import compose, initialize_config_dir
 from lightning.pytorch.trainer import Trainer
 
 from tests.tiny_runs import CONFIGS, TINY_OVERRIDES, TinyTraining
-from vsa.config import check_settings, target_class
+from vsa.config import check_settings, check_targets, target_class
 from vsa.settings import arguments_of
 
 L = "lightning.pytorch"
@@ -200,6 +200,12 @@ def test_toy_clips_are_not_rendered_into_a_run(runs):
 def composed_with(*overrides: str):
     with initialize_config_dir(version_base="1.3", config_dir=str(CONFIGS)):
         return compose("train", overrides=["trainer.accelerator=cpu", *overrides])
+
+
+def test_a_private_class_is_no_setting():
+    # this one starts a process
+    with pytest.raises(ValueError, match=r"x\._target_=vsa\.sweeps\.job_queue\._Running is not allowed"):
+        check_targets({"x": {"_target_": "vsa.sweeps.job_queue._Running"}})
 
 
 # every constructor that a config may name
