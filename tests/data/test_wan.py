@@ -255,3 +255,15 @@ def test_bad_sources_and_clips_are_one_line(folder: Path, vae: WanVAE, tmp_path:
         with pytest.raises(ValueError, match=message) as caught:
             call()
         assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["../outside.safetensors", "/etc/passwd", "a/../../b"])
+def test_an_index_of_a_component_names_files_of_its_folder(name, tmp_path):
+    folder = tmp_path / "text_encoder"
+    folder.mkdir()
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "model-00001.safetensors"}}))
+    assert component_folder(tmp_path, "text_encoder") == folder
+    index.write_text(json.dumps({"weight_map": {"a": "model-00001.safetensors", "b": name}}))
+    with pytest.raises(ValueError, match=r"index.json names .*, expected a relative path without \.\."):
+        component_folder(tmp_path, "text_encoder")

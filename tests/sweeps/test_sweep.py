@@ -28,7 +28,7 @@ import vsa.sweeps.sweeper as sweeper_module
 from tests.tiny_runs import TINY_OVERRIDES
 from vsa.config import Sweep
 from vsa.sweeps.job_queue import Job
-from vsa.sweeps.lifeline import end_with_parent
+from vsa.sweeps.lifeline import end_with_sweep
 from vsa.sweeps.points import Point
 from vsa.sweeps.sweeper import PointSweeper
 from vsa.training.modules.pretrain import PretrainModule
@@ -42,7 +42,7 @@ class Forked:
     """Stands for `subprocess.Popen`: a run that has its imports already, the same in everything else."""
 
     def __init__(self, command: list[str], *, env: dict[str, str], stdout: Any, **_: Any):
-        assert command[:4] == [sys.executable, "-m", "vsa.cli", "train"]
+        assert [*command[:3], command[4]] == [sys.executable, "-m", "vsa.cli", "train"]
         self.returncode: int | None = None
         self.pid = os.fork()
         if self.pid == 0:
@@ -55,10 +55,10 @@ class Forked:
                 os.environ.update(env)
                 for number in (signal.SIGINT, signal.SIGTERM):
                     signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
-                end_with_parent()
+                words = end_with_sweep(command[3:])
                 GlobalHydra.instance().clear()
-                sys.argv = ["vsa", *command[3:]]
-                vsa.cli.main(command[3:])
+                sys.argv = ["vsa", *words]
+                vsa.cli.main(words)
                 code = 0
             except SystemExit as stop:
                 code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)

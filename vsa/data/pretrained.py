@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from vsa.files import check_kind, open_regular, parse_json, read_json
+from vsa.files import check_kind, inner_name, open_regular, parse_json, read_json
 from vsa.settings import Count
 
 _HUB_ID = re.compile(r"[A-Za-z0-9_.-]+/[A-Za-z0-9_.-]+")
@@ -40,6 +40,10 @@ def component_folder(source: str | Path, name: str) -> Path:
             raise ValueError(f"{source} is neither a local folder nor a hub id that can be loaded: {reason}") from error
     if not (folder / name).is_dir():
         raise ValueError(f"model folder {source} has no {name}/")
+    # the libraries that load it follow the names in an index anywhere
+    for index in (folder / name).glob("*.index.json"):
+        for file in read_json(index, kind={"weight_map": dict})["weight_map"].values():
+            inner_name(file, index)
     return folder / name
 
 

@@ -39,10 +39,10 @@ def all_prompts(prompts: Sequence[str], file: Path | None) -> list[str]:
     return captions
 
 
-def samples_folder(run: str | Path) -> Path:
-    """The folder `samples` of a run, given the run folder or one of its checkpoints."""
+def samples_folder(run: str | Path, name: str = "samples") -> Path:
+    """The folder `samples` of a run, or another one, given the run folder or one of its checkpoints."""
     path = Path(run)
-    return own_folder((path.parent.parent if path.parent.name == "checkpoints" else path) / "samples")
+    return own_folder((path.parent.parent if path.parent.name == "checkpoints" else path) / name)
 
 
 def _free_folder(named: Path | None, usual: Path) -> Path:

@@ -143,7 +143,7 @@ def compare_attention(
         raise ValueError(f"--{option} applies to denoising runs only: set --prompt")
     device = usable_device(device)
     if out is None:
-        out = Path(DATA) if run is None or not is_run(run) else samples_folder(run).with_name(DATA)
+        out = Path(DATA) if run is None or not is_run(run) else samples_folder(run, DATA)
     refuse_unwritable(out)
     refuse_others(out)
     if save is not None and save.exists():

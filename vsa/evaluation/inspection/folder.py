@@ -158,7 +158,7 @@ def inspect_checkpoint(
 
 def _default_folder(checkpoint: str, clip: str) -> Path:
     if is_run(checkpoint):
-        return samples_folder(checkpoint).with_name("inspect")
+        return samples_folder(checkpoint, "inspect")
     return (Path(clip).parent if Path(clip).is_file() else Path()) / "inspect"
 
 

@@ -13,6 +13,7 @@ from vsa.attention.denoising import DenoisingPlan
 from vsa.checkpoints.sparse_config import Grid, SparseAttentionConfig, has_sparse_config, read_sparse_config
 from vsa.checkpoints.wan_names import is_gate
 from vsa.checkpoints.weight_files import WeightFiles, pretrained_folder, read_json
+from vsa.data.pretrained import component_folder
 from vsa.integrations.diffusers.install import applied_attention, apply
 from vsa.integrations.diffusers.pretrained import load_sparse
 
@@ -83,6 +84,9 @@ def open_pipeline(
     index = Path(source) / "model_index.json"
     if Path(source).exists() and (name := read_json(index).get("_class_name")) != PIPELINE:
         raise ValueError(f"{index}: expected a {PIPELINE}, got {name}")
+    for name in ("vae", "text_encoder", "transformer"):
+        if (Path(source) / name).is_dir():
+            component_folder(source, name)
     if (Path(source) / SECOND).is_dir():
         _refuse_gates(Path(source) / SECOND)
     sparse_source = transformer
