@@ -117,6 +117,19 @@ FREE_CHANGES = [
 ]
 
 
+def test_an_older_config_that_names_the_run_folder_resumes():
+    # an adaptive schedule depends on the diagnostics
+    cfg = compose_run("sparsity=missed_mass", "callbacks=diagnostics")
+    before = json.loads(json.dumps(resolved(cfg)))
+    for name in ("checkpoint", "samples", "nan_dump", "diagnostics"):
+        before["callbacks"][name]["run_dir"] = "outputs/pretrain/default"
+    before["logger"]["csv"]["root_dir"] = "outputs/pretrain/default"
+    assert changed_settings(before, cfg) == []
+    # control
+    before["callbacks"]["diagnostics"]["every_n_steps"] = 3
+    assert [change.key for change in changed_settings(before, cfg)] == ["callbacks.diagnostics.every_n_steps"]
+
+
 def test_devices_logging_and_intervals_are_free():
     before = json.loads(json.dumps(resolved(compose_run())))
     changes = changed_settings(before, compose_run(*FREE_CHANGES))

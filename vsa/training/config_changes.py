@@ -11,6 +11,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from vsa.config import did_you_mean, resolved, target_class
+from vsa.places import OWN_FOLDER
 from vsa.settings import arguments_of
 
 SHOWN = (
@@ -178,7 +179,8 @@ def _differences(before: Any, now: Any, key: str) -> Iterator[tuple[str, Any, An
 
 def _is_known(before: Mapping[str, Any], now: Mapping[str, Any], key: str, name: str) -> bool:
     """Whether the code of both versions has a setting; one that is new or removed is not a difference."""
-    if not key:
+    # configs of earlier versions name the run folder in every callback
+    if not key or name in OWN_FOLDER:
         return name in before and name in now
     if key in ("callbacks", "logger"):
         return name in before
