@@ -13,7 +13,7 @@ from vsa.cli.values import made_of
 
 BARS = "Fail when"
 Bound = float | None
-ANY = (-1e9, 1e9)
+ANY, SHARE, CHANGE = (-1e9, 1e9), (0.0, 1.0), (-1.0, 1.0)
 
 
 def evaluate(
@@ -23,6 +23,9 @@ def evaluate(
     poll: Annotated[float, option("seconds between two checks for new checkpoints", real=(1e-3, 1e5))] = 5,
     prompt: Prompts = None,
     prompts: PromptFile = None,
+    held_out: Annotated[
+        int | None, option("draw N held-out captions too; 16 clips have a kernel distance", whole=(1, 4096))
+    ] = None,
     reference: Annotated[str, option("reference of the clips", metavar="dense|none|RUN")] = "dense",
     no_val_loss: Annotated[bool, option("skip the validation loss", "--no-val-loss")] = False,
     lpips: Annotated[Path | None, option("folder with torchvision's alexnet-*.pth")] = None,
@@ -37,25 +40,34 @@ def evaluate(
     min_psnr: Annotated[
         Bound, option("below: PSNR of all pixels against the reference, dB", panel=BARS, real=ANY)
     ] = None,
-    min_ssim: Annotated[Bound, option("below: SSIM against the reference, mean of clips", panel=BARS, real=ANY)] = None,
+    min_ssim: Annotated[
+        Bound, option("below: SSIM against the reference, mean of clips", panel=BARS, real=CHANGE)
+    ] = None,
+    max_kernel_distance: Annotated[
+        Bound, option("above: kernel distance to held-out clips", panel=BARS, real=ANY)
+    ] = None,
     max_lpips: Annotated[
         Bound, option("above: LPIPS against the reference, mean of clips", panel=BARS, real=ANY)
     ] = None,
     max_val_loss: Annotated[Bound, option("above: validation loss", panel=BARS, real=ANY)] = None,
-    max_black: Annotated[Bound, option("above: share of nearly black frames", panel=BARS, real=ANY)] = None,
-    max_uniform: Annotated[Bound, option("above: share of frames of one colour", panel=BARS, real=ANY)] = None,
-    max_flicker: Annotated[Bound, option("above: luma change that is reversed at once", panel=BARS, real=ANY)] = None,
-    max_flicker_excess: Annotated[Bound, option("above: flicker minus the reference's", panel=BARS, real=ANY)] = None,
-    min_motion: Annotated[Bound, option("below: luma change between frames", panel=BARS, real=ANY)] = None,
+    max_black: Annotated[Bound, option("above: share of nearly black frames", panel=BARS, real=SHARE)] = None,
+    max_uniform: Annotated[Bound, option("above: share of frames of one colour", panel=BARS, real=SHARE)] = None,
+    max_flicker: Annotated[Bound, option("above: luma change that is reversed at once", panel=BARS, real=SHARE)] = None,
+    max_flicker_excess: Annotated[
+        Bound, option("above: flicker minus the reference's", panel=BARS, real=CHANGE)
+    ] = None,
+    min_motion: Annotated[Bound, option("below: luma change between frames", panel=BARS, real=SHARE)] = None,
 ) -> None:
     """Evaluate the checkpoints of a run in a separate process, with --follow as they are written.
 
-    Measures the validation loss, the agreement with dense attention on fixed prompts and noise, and signs of broken
-    clips (black, one colour, still, flickering). Exits with status 1 if the newest checkpoint misses a bar. Use another
-    device than the training.
+    Measures the validation loss, the distance to held-out clips, the agreement with the model's own dense attention on
+    fixed prompts and noise (PSNR, SSIM: not how good the clips are), and signs of broken clips (black, one colour,
+    still, flickering). Exits with status 1 if the newest checkpoint misses a bar or draws noise. Use another device
+    than the training.
 
     \b
     vsa evaluate outputs/quickstart/default
+    vsa evaluate outputs/quickstart/default --held-out 32
     vsa evaluate outputs/quickstart/default --follow --min-psnr 20 --max-black 0
     """
     arguments = locals()

@@ -19,8 +19,10 @@ class Bar(NamedTuple):
     bound: float
     least: bool
 
-    def missed(self, metrics: Mapping[str, Any]) -> str | None:
-        """One line with both values if the metric misses the bar, as NaN always does; else None."""
+    def missed(self, metrics: Mapping[str, Any], missing: Mapping[str, str] | None = None) -> str | None:
+        """One line with both values if the metric misses the bar, as NaN and a missing one always do; else None."""
+        if missing and self.metric in missing:
+            return f"{self.metric} is missing ({missing[self.metric]})"
         value = float(metrics[self.metric])
         if (value >= self.bound) if self.least else (value <= self.bound):
             return None
@@ -32,6 +34,7 @@ BARS = {
     "min_psnr": "psnr",
     "min_ssim": "ssim",
     "max_lpips": "lpips",
+    "max_kernel_distance": "kernel_distance",
     "max_val_loss": "val/loss",
     "max_black": "black",
     "max_uniform": "uniform",

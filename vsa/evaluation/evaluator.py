@@ -24,6 +24,7 @@ from vsa.config import build
 from vsa.data.batch import VideoBatch
 from vsa.diffusion.decile_means import DecileMeans
 from vsa.evaluation.figures import draw_evaluation
+from vsa.evaluation.latent_distance import LEAST_CLIPS, against_real
 from vsa.evaluation.video_metrics import DATA_RANGE, black_frames, flicker, motion, psnr, ssim, uniform_frames
 from vsa.files import atomic_file, read_json, write_whole
 from vsa.objectives.flow_matching import VALIDATION_SEED, FlowMatchingLoss
@@ -49,7 +50,12 @@ CLIP_METRICS: Mapping[str, Callable[[Tensor], float]] = {
 """Metrics of single clips."""
 
 SHEET_CLIPS = 8
-_RECORD = {"step": Count, "settings_digest": str, "metrics": dict[str, float | Literal["inf", "-inf", "nan"]]}
+_RECORD = {
+    "step": Count,
+    "settings_digest": str,
+    "metrics": dict[str, float | Literal["inf", "-inf", "nan"]],
+    "missing?": dict[str, str],
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +74,7 @@ class EvaluationSettings:
             value a checkpoint of another run with its digest.
         val_loss: whether to compute the validation loss.
         lpips: folder of LPIPS weights; None skips LPIPS.
+        real: most held-out clips that the clips are compared with.
     """
 
     prompts: tuple[str, ...]
@@ -80,6 +87,7 @@ class EvaluationSettings:
     reference: str = "dense"
     val_loss: bool = True
     lpips: str | None = None
+    real: int = 256
 
     def __post_init__(self) -> None:
         if not self.prompts:
@@ -143,7 +151,7 @@ class Evaluator:
         metrics: dict[str, float] = {}
         if s.val_loss:
             metrics |= validation_loss(run, {**checkpoint.state, "config": checkpoint.config}, batch_size=s.batch_size)
-        videos, finite = sample_clips(run, s.prompts, ours, progress)
+        videos, finite, latents = sample_clips(run, s.prompts, ours, progress)
         reference = None if other is None else self._reference_clips(*other, progress)
         clips = [
             {"prompt": prompt, "finite": bool(ok), **self._clip(videos, reference, i)}
@@ -156,6 +164,8 @@ class Evaluator:
         if reference is not None:
             # over all pixels, because a clip that equals its reference would make the mean over clips infinite
             metrics["psnr"] = psnr(videos, reference)
+        distances = distances_to_real(run, checkpoint.config, latents, most=s.real)
+        metrics |= {} if isinstance(distances, str) else distances
         record = {
             "step": run.step,
             "digest": weights_digest(checkpoint, s.weights),
@@ -163,6 +173,7 @@ class Evaluator:
             "settings_digest": s.digest,
             "data_range": DATA_RANGE,
             "metrics": metrics,
+            "missing": {"kernel_distance": distances} if isinstance(distances, str) else {},
             "clips": clips,
             "sampling": settings_dict(ours, run),
             "reference_sampling": None if other is None else settings_dict(other[1], other[0]),
@@ -264,6 +275,40 @@ def validation_loss(run: LoadedRun, state: Mapping[str, Any], *, batch_size: int
     return means.metrics("val/loss")
 
 
+def distances_to_real(
+    run: LoadedRun, config: Mapping[str, Any], latents: Tensor, *, most: int
+) -> Mapping[str, float] | str:
+    """The metrics of `vsa.evaluation.latent_distance.against_real` for the held-out clips of a run.
+
+    Args:
+        run: the model with its latent statistics.
+        config: config of its checkpoint.
+        latents: its clips, normalised `[N, C, T, H, W]`; only held-out clips of this shape count.
+        most: largest number of held-out clips.
+
+    Returns:
+        the metrics, or the reason why they are missing.
+    """
+    count, shape = len(latents), tuple(latents.shape[1:])
+    if count < LEAST_CLIPS:
+        return f"{count} clips are drawn and {LEAST_CLIPS} needed: --held-out {LEAST_CLIPS} draws them"
+    if broken := int((~latents.isfinite()).flatten(1).any(1).sum()):
+        return f"{broken} of {count} clips are not finite"
+    real: dict[str, Tensor] = {}
+    try:
+        data = build(config["data"])
+        data.setup()
+        for batch in data.val_dataloader():
+            if tuple(batch.latents.shape[1:]) == shape and len(real) < most:
+                real |= zip(batch.sample_ids, run.statistics.normalise(batch.latents), strict=True)
+    except (ValueError, OSError, AttributeError) as error:
+        return f"no held-out clips: {' '.join(str(error).split())}"
+    if len(real) < LEAST_CLIPS:
+        size = "x".join(map(str, shape))
+        return f"{len(real)} held-out clips of {size} are there and {LEAST_CLIPS} needed"
+    return against_real(latents, torch.stack([*real.values()][:most]))
+
+
 def split_batch(batch: VideoBatch, size: int) -> Iterator[VideoBatch]:
     """Parts of at most `size` samples with their slots and seeds, so that every sample keeps its noise and timestep."""
     for start in range(0, len(batch.sample_ids), size):
@@ -272,21 +317,22 @@ def split_batch(batch: VideoBatch, size: int) -> Iterator[VideoBatch]:
 
 def sample_clips(
     run: LoadedRun, prompts: Sequence[str], settings: SampleSettings, progress: ProgressFn | None = None
-) -> tuple[Tensor, Tensor]:
-    """The clips of `vsa.sampling.pipeline.generate`, and a mask of the finite ones.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The clips of `vsa.sampling.pipeline.generate`, a mask of the finite ones, and their latents.
 
     Returns:
-        uint8 `[N, T, H, W, 3]`, decoded with zeros instead of NaN and infinity, and bool `[N]`.
+        uint8 `[N, T, H, W, 3]`, decoded with zeros instead of NaN and infinity, bool `[N]`, and `[N, C, t, h, w]`.
     """
     seeds = clip_seeds(settings.seed, len(prompts))
-    videos, finite = [], []
+    videos, finite, all_latents = [], [], []
     for start in range(0, len(prompts), settings.batch_size):
         part = slice(start, start + settings.batch_size)
         latents = sample_latents(run.model, run.text_encoder, prompts[part], seeds[part], settings, progress)
+        all_latents.append(latents.cpu())
         finite.append(latents.isfinite().flatten(1).all(1).cpu())
         latents = latents.nan_to_num(0, 0, 0)
         videos.append(decode_latents(run.codec, latents, run.statistics))
-    return torch.cat(videos), torch.cat(finite)
+    return torch.cat(videos), torch.cat(finite), torch.cat(all_latents)
 
 
 def record_path(folder: Path, checkpoint_name: str) -> Path:
@@ -326,7 +372,11 @@ def write_evaluation(folder: Path, evaluation: Evaluation, checkpoint_name: str)
         writer = csv.DictWriter(file, list(dict.fromkeys(name for row in rows for name in row)), restval="")
         writer.writeheader()
         writer.writerows(rows)
-    alike = [row for row in rows if row["settings"] == record["settings_digest"]]
+    alike = [
+        {name: value for name, value in row.items() if not str(value).startswith("missing")}
+        for row in rows
+        if row["settings"] == record["settings_digest"]
+    ]
     draw_evaluation(alike, folder / "evaluation.png", title=str(folder))
 
 
@@ -354,4 +404,5 @@ def _row(path: Path) -> dict[str, Any] | None:
         print(f"left out of evaluation.csv: {error}", flush=True)
         return None
     metrics = {name: f"{float(value):.9g}" for name, value in record["metrics"].items()}
+    metrics |= {name: f"missing ({reason})" for name, reason in record.get("missing", {}).items()}
     return {"step": record["step"], "settings": record["settings_digest"], **metrics}

@@ -29,7 +29,18 @@ from vsa.evaluation.video_metrics import load_lpips
 from vsa.files import own_folder
 from vsa.sampling.pipeline import LoadedRun, load_run
 
-SHOWN = ("val/loss", "psnr", "ssim", "lpips", "black", "uniform", "motion", "flicker", "flicker_excess")
+SHOWN = (
+    "val/loss",
+    "psnr",
+    "ssim",
+    "lpips",
+    "black",
+    "uniform",
+    "motion",
+    "flicker",
+    "flicker_excess",
+    "kernel_distance",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +53,7 @@ class EvaluationRequest:
         reference: dense, none, or another run.
         val_loss: whether to compute the validation loss.
         lpips: folder with LPIPS weights; None skips LPIPS.
+        held_out: number of held-out captions to draw besides `prompts`.
         weights: averaged or trained weights; None: averaged ones if there are any.
         seed: seed of the noise.
         steps: Euler steps.
@@ -55,6 +67,7 @@ class EvaluationRequest:
     reference: str = "dense"
     val_loss: bool = True
     lpips: Path | None = None
+    held_out: int = 0
     weights: Literal["ema", "model"] | None = None
     seed: int | None = None
     steps: int | None = None
@@ -118,22 +131,20 @@ def evaluate_run(
             break
     if missed is None:
         raise ValueError(f"no checkpoint in {folder} could be evaluated")
+    if request.reference == "dense":
+        print("psnr and ssim measure the agreement with the model's own dense attention, not how good its clips are")
     print(f"table, figure and contact sheets in {out}")
     return missed
 
 
-def _held_out_prompts(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """The first few captions of a run's held-out samples, empty without any.
-
-    Args:
-        config: config of the run.
-    """
+def _held_out_prompts(config: Mapping[str, Any], count: int) -> tuple[str, ...]:
+    """The first captions of a run's held-out samples, empty without any."""
     check_targets(config)
     data = build(config["data"])
     if not isinstance(data, PlanDataModule):
         return ()
     data.setup()
-    return data.held_out_captions(HELD_OUT_PROMPTS)
+    return data.held_out_captions(count)
 
 
 def _settings(request: EvaluationRequest, checkpoint: Checkpoint, reference: str) -> EvaluationSettings:
@@ -144,7 +155,8 @@ def _settings(request: EvaluationRequest, checkpoint: Checkpoint, reference: str
     """
     config = checkpoint.config
     samples = (config.get("callbacks") or {}).get("samples") or {}
-    prompts = request.prompts or samples.get("prompts") or _held_out_prompts(config)
+    prompts = [*request.prompts, *(_held_out_prompts(config, request.held_out) if request.held_out else ())]
+    prompts = prompts or samples.get("prompts") or _held_out_prompts(config, HELD_OUT_PROMPTS)
     distilled = checkpoint.state.get("step_list") is not None
     own = {"steps": None, "guidance": None} if distilled else sampling_of(config)
     overrides = {"steps": request.steps, "guidance": request.guidance, "flow_shift": request.flow_shift}
@@ -203,9 +215,16 @@ def _measure(evaluator: Evaluator, run: LoadedRun, checkpoint: Checkpoint, out: 
 def _judge(record: Mapping[str, Any], bars: Sequence[Bar]) -> list[str]:
     """Print the metrics of a checkpoint and return one line for each bar that it misses."""
     metrics = record["metrics"]
+    missing = record.get("missing", {})
     summary = ", ".join(f"{name} {float(metrics[name]):.5g}" for name in SHOWN if name in metrics)
+    if "kernel_distance" in metrics:
+        low, high, real, noise = (float(metrics[f"kernel_distance_{x}"]) for x in ("low", "high", "real", "noise"))
+        summary += f" (95% {low:.3g} to {high:.3g}; between real clips {real:.3g}, of noise {noise:.3g})"
+        # clips like noise are no clips, whatever bars were asked for
+        bars = [*bars, Bar(metric="kernel_distance", bound=noise / 2, least=False)]
+    summary += "".join(f", {name} missing ({reason})" for name, reason in missing.items())
     print(f"step {record['step']}: {summary}", flush=True)
-    return [line for line in (bar.missed(metrics) for bar in bars) if line is not None]
+    return [line for line in (bar.missed(metrics, missing) for bar in bars) if line is not None]
 
 
 def new_checkpoints(folder: Path, *, follow: bool, poll: float = 5.0, timeout: float = 3600.0) -> Iterator[Path]:
