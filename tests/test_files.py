@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import subprocess
+import sys
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -128,3 +130,24 @@ def test_a_folder_on_a_full_disk_leaves_nothing(tmp_path: Path):
     with pytest.raises(DiskFullError, match=rf"{tmp_path}/new: File too large \(2 kB needed, 1 kB written, {FREE}\)"):
         write()
     assert not list(tmp_path.iterdir())
+
+
+WRITER = """import os, sys
+from vsa.files import atomic_file
+with atomic_file(sys.argv[1]) as temporary:
+    temporary.write_text("half")
+    os._exit(9)
+"""
+
+
+def test_the_next_writer_removes_what_a_killed_one_left(tmp_path):
+    subprocess.run([sys.executable, "-c", WRITER, tmp_path / "a.json"])
+    (left,) = tmp_path.iterdir()
+    with atomic_file(tmp_path / "b.json") as mine:
+        mine.touch()
+        assert not left.exists()
+        with atomic_file(tmp_path / "c.json") as other:
+            # the control: that of a process that lives
+            assert mine.exists()
+            other.touch()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["b.json", "c.json"]

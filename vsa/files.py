@@ -4,6 +4,7 @@ text, JSON, YAML and CSV, whose errors name the file."""
 from __future__ import annotations
 
 import csv
+import functools
 import hashlib
 import io
 import json
@@ -12,7 +13,7 @@ import secrets
 import shutil
 import stat
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
 from typing import Any, TextIO
@@ -99,10 +100,11 @@ def atomic_file(path: str | Path) -> Iterator[Path]:
     """
     path = Path(path)
     # keeps the suffix, because some writers choose the format by it
-    temporary = path.parent / f".tmp-{secrets.token_hex(8)}{path.suffix}"
+    temporary = path.parent / f".tmp-{_here()}{os.getpid():06x}{secrets.token_hex(3)}{path.suffix}"
     try:
         with writing(path, temporary):
             path.parent.mkdir(parents=True, exist_ok=True)
+            _remove_abandoned(path.parent)
             yield temporary
             flush_to_disk(temporary)
             os.replace(temporary, path)
@@ -110,6 +112,26 @@ def atomic_file(path: str | Path) -> Iterator[Path]:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+@functools.cache
+def _here() -> str:
+    """Four digits of the machine and of the namespace in which a process id holds."""
+    try:
+        namespace = os.readlink("/proc/self/ns/pid")
+    except OSError:
+        namespace = ""
+    return hashlib.sha256(f"{os.uname().nodename} {namespace}".encode()).hexdigest()[:4]
+
+
+def _remove_abandoned(folder: Path) -> None:
+    """Remove temporary files of `atomic_file` whose process was killed here."""
+    for path in folder.glob(f".tmp-{_here()}*"):
+        with suppress(OSError, ValueError):
+            try:
+                os.kill(int(path.name[9:15], 16), 0)
+            except ProcessLookupError:
+                path.unlink()
 
 
 def write_whole(path: str | Path, content: str | bytes) -> None:

@@ -49,7 +49,7 @@ class _ForwardMode(torch.autograd.Function):
     def jvp(ctx: Any, *_tangents: Any) -> Any:
         raise ValueError(
             "the ops of vsa_kernels have no forward-mode derivative (torch.func.jvp, jacfwd, hessian, dual tensors): "
-            "use reverse mode, torch.func.vjp or backward()"
+            "use reverse mode, backward() or torch.autograd.grad"
         )
 
 

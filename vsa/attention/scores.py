@@ -96,7 +96,7 @@ def subblock_scores(q: Tensor, k: Tensor, layout: TileLayout, sub_thw: Grid, rag
     hidden = None
     if layout.candidates is not None and len(layout.sample_spans) > 1:
         hidden = ~layout.candidates[:, columns.tiles, None].expand(-1, -1, bias.shape[1])[:, None]
-    parts = -(-queries.shape[0] * heads * queries.shape[2] * keys.shape[2] // _LOGITS)
+    parts = max(1, -(-queries.shape[0] * heads * queries.shape[2] * keys.shape[2] // _LOGITS))
     queries = queries * q.shape[-1] ** -0.5
     scores = []
     for some, those in zip(queries.chunk(parts, dim=1), keys.chunk(parts, dim=1), strict=True):

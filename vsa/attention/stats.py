@@ -67,7 +67,7 @@ def dense_weights(q: Tensor, k: Tensor, tokens: Tensor, scale: float | None = No
     # [B, Hkv, D, S]
     keys = k.float().permute(0, 2, 3, 1).contiguous()
     groups = (heads // k.shape[2], -1)
-    rows = max(1, CHUNK_LOGITS // (batch * heads * k.shape[1]))
+    rows = max(1, CHUNK_LOGITS // max(1, batch * heads * k.shape[1]))
     for some in tokens.to(q.device).split(rows):
         # [B, Hkv, heads of a group * n, D]
         queries = (q[:, some].float() * factor).unflatten(2, groups[::-1]).permute(0, 2, 3, 1, 4).flatten(2, 3)

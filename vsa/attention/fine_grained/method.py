@@ -126,7 +126,7 @@ class FineGrainedAttention(AttentionMethod):
         """The kv tiles that every video query tile keeps, `[B, H, Nq, Nkv]`, computed for some heads at a time."""
         rows = q.shape[0] * layout.video_blocks.num * layout.kv_blocks.num
         group = q.shape[2] // k.shape[2]
-        step = max(1, _SCORES // (rows * group))
+        step = max(1, _SCORES // max(1, rows * group))
         parts = [
             select_blocks(
                 mean_logits(q[:, :, first * group : (first + step) * group], k[:, :, first : first + step], layout),
