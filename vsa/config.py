@@ -17,13 +17,25 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from vsa.config_files import config_folder
+from vsa.config_files import choices, config_folder
 from vsa.errors import is_out_of_memory, too_large
 from vsa.models.video_dit import VideoDiT
 from vsa.moved import moved_target
 from vsa.places import OWN_FOLDER, leaves, misplaced
 from vsa.secrets import masked
-from vsa.settings import AtLeastOne, Bound, Count, Positive, Share, arguments_of, fits, hints_of, plain, refusal, shown
+from vsa.settings import (
+    AtLeastOne,
+    Bound,
+    Count,
+    Positive,
+    Seed,
+    arguments_of,
+    fits,
+    hints_of,
+    plain,
+    refusal,
+    shown,
+)
 
 ALLOWED_TARGETS = (
     "vsa.",
@@ -65,7 +77,7 @@ class Run:
     run: str | int
     output_dir: str
     run_dir: str
-    seed: Count
+    seed: Seed
     tile_thw: tuple[AtLeastOne, AtLeastOne, AtLeastOne]
     ckpt_path: str | None
     init_from: str | None
@@ -113,10 +125,10 @@ class Sweep:
     variants: Mapping[str, Sequence[str]] = field(default_factory=dict)
     axes: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     control: bool = True
-    seeds: Sequence[Count] | None = None
+    seeds: Sequence[Seed] | None = None
     lr: AtLeastOne | None = None
     lr_factor: Annotated[float, Bound(">", 1)] = 2.0
-    lr_seed: Count | None = None
+    lr_seed: Seed | None = None
     lr_settings: Sequence[str] = ()
     devices: AtLeastOne | Sequence[Count] | None = None
     jobs_per_device: AtLeastOne = 1
@@ -133,17 +145,22 @@ PLAIN = {"resume": Resume, "sweep": Sweep}
 
 LIMITS: Mapping[str, Mapping[str, Any]] = {
     "lightning.pytorch.trainer.trainer.Trainer": {
-        "max_steps": Annotated[int, Bound(">=", -1)],
-        "max_epochs": Union[Annotated[int, Bound(">=", -1)], None],  # noqa: UP007
+        "max_steps": Annotated[int, Bound(">=", -1), Bound("<=", 10**12)],
+        "max_epochs": Union[AtLeastOne, Literal[-1], None],  # noqa: UP007
+        "min_steps": Union[Count, None],  # noqa: UP007
+        "min_epochs": Union[Count, None],  # noqa: UP007
+        # a validation before the run folder is opened
+        "num_sanity_val_steps": Literal[0],
+        "reload_dataloaders_every_n_epochs": Count,
         "num_nodes": AtLeastOne,
         "devices": Union[AtLeastOne, list[int], Literal["auto", -1]],  # noqa: UP007
         "accumulate_grad_batches": AtLeastOne,
         "log_every_n_steps": AtLeastOne,
-        "val_check_interval": Union[AtLeastOne, Share, None],  # noqa: UP007
+        # a number of steps: nothing says how many a pass over the data has
+        "val_check_interval": Union[AtLeastOne, None],  # noqa: UP007
         "check_val_every_n_epoch": Union[AtLeastOne, None],  # noqa: UP007
-        "limit_train_batches": Union[Count, Share, None],  # noqa: UP007
-        "limit_val_batches": Union[Count, Share, None],  # noqa: UP007
-        "overfit_batches": Union[Count, Share],  # noqa: UP007
+        "limit_val_batches": Union[Count, None],  # noqa: UP007
+        "overfit_batches": Count,
         # only one precision is supported, which training checks with a reason
         "precision": Any,
     }
@@ -153,6 +170,8 @@ LIMITS: Mapping[str, Mapping[str, Any]] = {
 ELSEWHERE = {
     "trainer.gradient_clip_val": "task.grad_clip",
     "trainer.gradient_clip_algorithm": "task.grad_clip",
+    # a step of a pass over the data that ended early would have another step's samples
+    "trainer.limit_train_batches": "trainer.max_steps",
     "trainer.callbacks": "callbacks",
     "trainer.logger": "logger",
     "trainer.default_root_dir": "run_dir",
@@ -222,7 +241,12 @@ def check_settings(cfg: DictConfig) -> None:
             check.node(name, node, raw.get(name))
             check.refused |= misplaced(name, node, cfg.run_dir) if name == "trainer" else {}
         else:
-            for key, settings in (node or {}).items():
+            if not isinstance(node, Mapping):
+                check.refused[name] = (
+                    f"{name}={shown(node)}: expected settings by name, {name}.NAME=null leaves one out"
+                )
+                continue
+            for key, settings in node.items():
                 if settings is not None:
                     check.node(f"{name}.{key}", settings, raw[name][key])
                     check.refused |= misplaced(f"{name}.{key}", settings, cfg.run_dir)
@@ -322,8 +346,14 @@ class _SettingsCheck:
     def problems(self) -> list[str]:
         return [
             *self.refused.values(),
-            *(f"{key}={shown(v)}: unknown setting{did_you_mean(key, self.known)}" for key, v in self.unknown.items()),
+            *(self._unknown(key, value) for key, value in self.unknown.items()),
         ]
+
+    def _unknown(self, key: str, value: Any) -> str:
+        group = key.rpartition(".")[2]
+        if isinstance(value, Mapping) and group in choices():
+            return f"{group}=...: {key} is no setting of this task: leave {group} out, or choose another task"
+        return f"{key}={shown(value)}: unknown setting{did_you_mean(key, self.known)}"
 
 
 def did_you_mean(key: str, known: Iterable[str], most: int = 1) -> str:
@@ -383,7 +413,7 @@ def build(config: DictConfig | Mapping[str, Any], **arguments: Any) -> Any:
         elif isinstance(cause, RuntimeError):
             # the lines after the first are a C++ stack trace
             reason = str(cause).partition("\n")[0]
-        elif isinstance(cause, (ValueError, TypeError, OSError)):
+        elif isinstance(cause, (ValueError, TypeError, OSError)) or type(cause).__module__.startswith("lightning."):
             reason = str(cause)
         else:
             raise

@@ -13,6 +13,9 @@ from vsa.streams import visible
 OWN_FOLDER = ("run_dir", "root_dir", "save_dir", "dirpath", "default_root_dir")
 """Arguments of callbacks, loggers, profilers and the trainer that `vsa.config.in_run_folder` sets to the run folder."""
 
+NAME_BYTES = 200
+"""Most bytes of the name of a run folder: file systems take 255, and names beside it have parts before and after it."""
+
 PLACE = re.compile(r"(?!sub_)(\w+_)?(dir|dirpath|directory|folder|path|root|file|uri)")
 """Arguments that name a place to write to: none of them may name another one than the run folder, or a web address."""
 
@@ -31,6 +34,7 @@ def run_folder_of(settings: Mapping[str, Any]) -> Path:
         raise ValueError("run_dir contains a secret, which the name of a folder would expose: choose another one")
     check_name("name", str(settings["name"]))
     check_name("run", str(settings["run"]))
+    check_name("run_dir", Path(folder).resolve().name or "run_dir")
     return Path(folder)
 
 
@@ -67,3 +71,5 @@ def check_name(key: str, value: str) -> None:
     # a leading dot also covers "." and "..", and the hidden names used in this module
     if not value.strip() or value == "None" or value.startswith(".") or "/" in value or visible(value) != value:
         raise ValueError(f"{key}={value} is not a name: expected one folder name without / and without a leading dot")
+    if len(value.encode()) > NAME_BYTES:
+        raise ValueError(f"{key}={value} is too long for a folder and what lies beside it: at most {NAME_BYTES} bytes")

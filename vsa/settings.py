@@ -38,6 +38,10 @@ _SIGNS: Mapping[str, tuple[Callable[[Any, Any], bool], str]] = {
 
 AtLeastOne = Annotated[int, Bound(">=", 1)]
 Count = Annotated[int, Bound(">=", 0)]
+Seed = Annotated[int, Bound(">=", 0), Bound("<=", 2**63 - 1)]
+"""A seed fits into 63 bits, as those of torch's generators do."""
+Workers = Annotated[int, Bound(">=", 0), Bound("<=", 256)]
+"""Processes of a data loader; more than 256 have filled the memory of a machine before they begin."""
 Positive = Annotated[float, Bound(">", 0)]
 NonNegative = Annotated[float, Bound(">=", 0)]
 NonPositive = Annotated[float, Bound("<=", 0)]

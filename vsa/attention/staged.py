@@ -50,7 +50,7 @@ from vsa.attention.scores import (
 from vsa.attention.selection import SampleTopk, select_blocks
 from vsa.attention.tiling import Grid, chain_of, refuse_no_divisor
 from vsa.attention.window import Edge, Window, tile_window
-from vsa.settings import AtLeastOne, Count, checked
+from vsa.settings import AtLeastOne, Seed, checked
 
 Stages = Literal["l", "f", "c_l", "c_f", "c_f_l", "c_f_l_e", "c_fl"]
 Tile = tuple[AtLeastOne, AtLeastOne, AtLeastOne]
@@ -104,7 +104,7 @@ class StagedAttention(AttentionMethod):
         pool_thw: Tile | None = None,
         pooled_map: Literal["probabilities", "logits"] = "probabilities",
         score: Score | BoundScore = "mean",
-        score_seed: Count = 0,
+        score_seed: Seed = 0,
         score_thw: Tile = (2, 2, 2),
         partition: Partition = "cube",
         block_order: BlockOrder = "nested",

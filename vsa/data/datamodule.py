@@ -29,7 +29,7 @@ from vsa.data.toy_videos import ToyClips
 from vsa.data.world.scenes import MOST_WORDS, WorldClips
 from vsa.data.world.store import WorldStore
 from vsa.data.world.tables import find_photographs
-from vsa.settings import AtLeastOne, Count, Share, ShareBelowOne, checked
+from vsa.settings import AtLeastOne, Count, Seed, Share, ShareBelowOne, Workers, checked
 from vsa.signals import leave_signals_to_parent
 
 # number of steps of a run without max_steps, which another limit ends
@@ -65,9 +65,9 @@ class PlanDataModule(LightningDataModule):
     codec: Codec
     text_encoder: TextEncoder
     batch_size: AtLeastOne
-    seed: Count = 0
-    validation_seed: Count | None = None
-    num_workers: Count = 0
+    seed: Seed = 0
+    validation_seed: Seed | None = None
+    num_workers: Workers = 0
     val_fraction: ShareBelowOne = 0.05
     val_batches: Count | None = None
     caption_dropout: Share = 0.1

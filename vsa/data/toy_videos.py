@@ -22,7 +22,7 @@ from torch import Tensor
 from vsa.data.toy_shapes import measure_shape
 from vsa.data.video_files import write_video
 from vsa.files import read_json, write_whole
-from vsa.settings import AtLeastOne, Count, checked
+from vsa.settings import AtLeastOne, Seed, checked
 
 COLOURS: dict[str, tuple[int, int, int]] = {
     "red": (225, 45, 45),
@@ -69,7 +69,7 @@ class ToyClips:
 
     count: AtLeastOne = 1024
     size: tuple[AtLeastOne, AtLeastOne, AtLeastOne] = (16, 128, 128)
-    seed: Count = 0
+    seed: Seed = 0
     fps: AtLeastOne = 8
 
     def __post_init__(self) -> None:

@@ -60,7 +60,7 @@ FREE = (
 )
 """Other settings that a resumed run may change, each with all settings below it."""
 
-PART = ("trainer.limit_train_batches", "trainer.overfit_batches", "trainer.fast_dev_run", "trainer.precision")
+PART = ("trainer.overfit_batches", "trainer.fast_dev_run", "trainer.precision")
 """Exceptions within `FREE`, which a resumed run may not change."""
 
 # copies of optim and sparsity in the configs of older checkpoints

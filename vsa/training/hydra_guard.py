@@ -27,6 +27,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from vsa.config_files import choices
 from vsa.files import YAML_LIMIT, check_yaml, read_text
 from vsa.places import PLACE, leaves, run_folder_of
 from vsa.secrets import masked
@@ -186,6 +187,13 @@ class CheckedConfigLoader(ConfigLoaderImpl):
         overrides = [f"++{o}" if SETTING.match(o) else o for o in overrides]
         try:
             return super()._load_configuration_impl(config_name, overrides, *args, **kwargs)
+        except ValueError as error:
+            words = [o.partition("=") for o in overrides]
+            groups = [f"{key}={value}" for key, _, value in words if key in choices() and value not in choices()[key]]
+            if "Config group override must be" not in str(error) or not groups:
+                raise
+            # Hydra does not say which one
+            raise ValueError(f"{groups[0]}: expected the name of a file of this group, see vsa config") from None
         except ConfigCompositionException as error:
             if plugin := PLUGIN.search(str(error)):
                 raise ValueError(f"{plugin[1]}={plugin[2]} needs a package: pip install 'vsa-train[sweep]'") from error

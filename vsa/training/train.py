@@ -174,6 +174,9 @@ def _check_values(cfg: DictConfig) -> None:
     # toy clips are written there if they are missing
     for key in {"root", "videos"} & set(cfg.data) if "toy" in cfg.data else ():
         refuse_inside_run(Path(str(cfg.data[key])), f"data.{key}={cfg.data[key]}")
+    videos = cfg.data.get("videos")
+    if videos is not None and "toy" not in cfg.data and cfg.ckpt_path is None and not Path(str(videos)).is_dir():
+        raise ValueError(f"data.videos={videos}: no such folder, expected the one that the shards were made from")
     _check_precision(cfg.trainer.precision)
     _check_accelerator(cfg.trainer.accelerator)
 

@@ -72,6 +72,9 @@ def longest_first(kv_num_blocks: Tensor) -> Tensor:
     Source: FG-Attn (arXiv 2509.16518), section 5.2: longest processing time first. The eighths are ours.
     """
     counts = kv_num_blocks.flatten()
+    if not counts.numel():
+        # a batch of no samples
+        return counts
     length = counts * _LENGTHS // (counts.amax() + 1)
     return torch.sort(length, descending=True, stable=True).indices.int()
 

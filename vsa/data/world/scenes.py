@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from vsa.data.plan import hash64
-from vsa.settings import AtLeastOne, Count, checked
+from vsa.settings import AtLeastOne, Seed, checked
 from vsa.transfer import sent
 
 COLOURS: dict[str, tuple[int, int, int]] = {
@@ -70,7 +70,7 @@ class WorldClips:
 
     count: AtLeastOne = 250_000
     grid: tuple[AtLeastOne, AtLeastOne, AtLeastOne] = (8, 16, 16)
-    seed: Count = 0
+    seed: Seed = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "grid", tuple(self.grid))

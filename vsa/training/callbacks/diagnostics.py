@@ -27,7 +27,7 @@ from vsa.diffusion.flow_matching import add_noise, noise_like, to_timestep
 from vsa.evaluation.figures import layer_heatmaps
 from vsa.evaluation.inspection.metrics import METRICS, PANELS, layer_metrics
 from vsa.files import atomic_file
-from vsa.settings import AtLeastOne, Bound, Count, Share, checked
+from vsa.settings import AtLeastOne, Bound, Count, Seed, Share, checked
 from vsa.training.display import log_picture, never_fatal
 
 
@@ -59,7 +59,7 @@ class Diagnostics(L.Callback):
         noise_levels: Annotated[Sequence[Share], Bound(">=", 1)] = (0.1, 0.3, 0.5, 0.7, 0.9),
         samples: AtLeastOne = 1,
         queries: AtLeastOne | None = 256,
-        seed: Count = 0,
+        seed: Seed = 0,
     ):
         self.folder = Path(run_dir) / "diagnostics"
         self.every_n_steps, self.noise_levels = every_n_steps, tuple(noise_levels)

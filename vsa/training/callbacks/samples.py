@@ -24,7 +24,7 @@ from vsa.sampling.contact_sheet import side_by_side
 from vsa.sampling.pipeline import LoadedRun, SampleSettings, generate, settings_dict
 from vsa.sampling.sample_writer import DATA_CLIPS, file_stem, write_clips, write_examples
 from vsa.secrets import without_secrets
-from vsa.settings import AtLeastOne, Count, NonNegative, Positive, checked
+from vsa.settings import AtLeastOne, Count, NonNegative, Positive, Seed, checked
 from vsa.training.callbacks.ema import EMA
 from vsa.training.display import log_picture, never_fatal
 from vsa.training.modules.teacher import Teacher
@@ -97,7 +97,7 @@ class Samples(L.Callback):
         steps: AtLeastOne = 32,
         guidance: NonNegative = 1.0,
         flow_shift: Positive | None = None,
-        seed: Count = 0,
+        seed: Seed = 0,
         fps: Positive = 8,
         sparsity: Sequence[SparsityPoint] = ("current",),
     ):

@@ -29,7 +29,7 @@ from vsa.models.flops import FlopCount, weighted_flops
 from vsa.models.init import without_memory
 from vsa.models.recompute import Level
 from vsa.models.video_dit import VideoDiT
-from vsa.settings import Count, NonNegative, checked
+from vsa.settings import Count, NonNegative, Seed, checked
 from vsa.training.estimate.job import TRAINING, PlannedNetwork
 from vsa.training.gradients import GradientClipper, refuse_training_free
 from vsa.training.lightning_compat import set_step
@@ -118,8 +118,8 @@ class DiffusionModule(L.LightningModule):
         latent_scale: Literal["channel", "shared"] = "channel",
         grad_clip: NonNegative = 1.0,
         max_skipped: Count = 10,
-        seed: Count = 0,
-        validation_seed: Count | None = None,
+        seed: Seed = 0,
+        validation_seed: Seed | None = None,
     ):
         super().__init__()
         self.model: VideoDiT = None  # type: ignore[assignment] (made in configure_model)
