@@ -34,6 +34,16 @@ def run(jobs: list[Job], slots: list[Slot], grace: float = ENDLESS, at_tick=lamb
     return number, events
 
 
+@pytest.mark.parametrize("own", ["3", None])
+def test_threads_that_the_user_has_set_stand(own, tmp_path, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if own is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", own)
+    one = job(tmp_path, "a", f'echo "$OMP_NUM_THREADS $DEVICE" > {tmp_path / "a"}')
+    run([one], [Slot("cpu 0", {"OMP_NUM_THREADS": "4", "DEVICE": "0"})])
+    assert (tmp_path / "a").read_text() == f"{own or 4} 0\n"
+
+
 def most_at_once(seen: list[tuple[str, str]]) -> int:
     counts = itertools.accumulate(1 if status == "running" else -1 for _, status in seen)
     return max(counts)
