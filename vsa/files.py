@@ -467,3 +467,14 @@ def inner_name(name: Any, where: object) -> str:
 def whole_lines(file: TextIO) -> Iterator[str]:
     """Lines of a file, without a last one that lacks its end, whose last number may be cut."""
     return (line for line in file if line.endswith("\n"))
+
+
+def refuse_others(folder: Path, names: tuple[str, ...], maker: str, option: str) -> None:
+    """Raise ValueError for files that a command would replace and has not written; the first name is its record."""
+    there = [name for name in names if (folder / name).exists()]
+    try:
+        ours = read_json(folder / names[0]).get("made_by") == maker
+    except (OSError, ValueError):
+        ours = False
+    if there and not ours:
+        raise ValueError(f"{folder / there[0]} is not from `{maker}`: choose another folder with {option}")

@@ -94,3 +94,10 @@ def describe_here() -> Iterator[str]:
             except (ValueError, ImportError) as error:
                 state = f"does not run: {error}"
             yield f"backend   {name} on {device}: {state}"
+
+
+def seconds_now(device: torch.device) -> float:
+    """Current time in seconds, after the device has finished its queued work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()

@@ -41,7 +41,8 @@ OTHERS = [c for c in commands() if c not in (*TRAININGS, *SWEEPS, *OURS, *MODULE
 @cache
 def composed(*overrides: str) -> Any:
     with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
-        cfg = compose("train", overrides=list(overrides))
+        # the weights that have the sizes are not here
+        cfg = compose("train", overrides=[word for word in overrides if word != "model=from_checkpoint"])
     check_settings(cfg)
     return cfg
 

@@ -44,7 +44,11 @@ FEW = (
     "task.parallel.compile=false",
 )
 OTHERS = {
-    "encode": ("--device", "cpu"),
+    "encode": ("--device", "cpu", "--size", "64", "64"),
+    "latents": ("--device", "cpu", "--size", "64", "64", "--frames", "9", "--steps", "2"),
+    "evaluate": ("--device", "cpu", "--steps", "2", "--min-psnr", "0"),
+    "compare-attention": ("--steps", "2"),
+    "tune-sparge": ("--device", "cpu", "--latents", "3", "8", "8"),
     "sample": ("--steps", "2"),
     "inspect": ("--layers", "0", "--timesteps", "500"),
     "benchmarks.toy.score": ("--steps", "2", "--clips", "2"),
@@ -63,6 +67,7 @@ class Typist:
     def __init__(self, folder: Path, command_line: Callable[..., tuple[int, str, str]], log: pytest.LogCaptureFixture):
         self.folder, self.command_line, self._log = folder, command_line, log
         self.typed: list[str] = []
+        self._trained: set[str] = set()
         self._steps = 2
 
     def __call__(self, line: str | Command, *own: str) -> list[str]:
@@ -79,15 +84,34 @@ class Typist:
         return NEXT.findall("\n".join([out, err, *self._log.messages]))
 
     def _smaller(self, name: str, arguments: Sequence[str]) -> Sequence[str]:
+        if name == "sweep":
+            return [*FEW, *SIZES, "data.toy.count=12", "data.toy.size=[8,64,64]", "trainer.max_steps=1"]
+        if name == "sample" and {"outputs/distill_wan_1_3b/default", "outputs/distill_toy/default", "EXPORT"} & {
+            *arguments
+        }:
+            # a generator has its own steps
+            return ("--device", "cpu")
         if name != "train":
             return OTHERS.get(name, ())
         # a resume goes on from what was made before
         self._steps += 2 * ("ckpt_path=last" in arguments)
-        toy = ["data.toy.count=12", "optim.schedule.total_steps=8"] if "experiment=quickstart" in arguments else []
-        sizes = () if "model=from_checkpoint" in arguments else SIZES
-        # those under other names only change a setting
-        dry = ["dry_run=true"] if any(word.startswith("run=") for word in arguments) else []
-        return [*sizes, *FEW, *toy, *dry, f"trainer.max_steps={self._steps}"]
+        experiment = next((word for word in arguments if word.startswith("experiment=")), "")
+        own = [*FEW, f"trainer.max_steps={self._steps}", "trainer.devices=1"]
+        if experiment in ("experiment=quickstart", "experiment=distill_toy"):
+            own += ["data.toy.count=12"]
+        if experiment == "experiment=quickstart":
+            own += ["optim.schedule.total_steps=8"]
+        if "_wan_" in experiment and "model=from_checkpoint" not in arguments:
+            own += ["model=from_checkpoint", "tile_thw=[2,2,2]", "sparsity=constant", "sparsity.sparsity=0.5"]
+        elif "_wan_" not in experiment:
+            own += SIZES
+        if "120m" in experiment:
+            own += ["tile_thw=[1,2,2]", "sparsity.sparsity=0.5"]
+        # those under other names only change a setting, and others of a page are an alternative to the first
+        again = experiment in self._trained and "ckpt_path=last" not in arguments
+        self._trained.add(experiment)
+        dry = again or any(word.startswith("run=") and word != "run=dense" for word in arguments)
+        return [*own, *(["dry_run=true"] if dry else [])]
 
 
 def lay_out(folder: Path, *, clips: int = 8) -> None:

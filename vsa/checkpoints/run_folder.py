@@ -68,7 +68,9 @@ def locked(folder: Path) -> Iterator[None]:
             try:
                 # on a full disk, other processes cannot read the name of this one
                 with suppress(OSError):
-                    path.write_text(json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": _now()}))
+                    path.write_text(
+                        json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": local_time()})
+                    )
                 _put_back(folder)
                 yield
             finally:
@@ -110,7 +112,8 @@ def _holder(lock: Path) -> str:
         return "another process"
 
 
-def _now() -> str:
+def local_time() -> str:
+    """Date and time with the offset of the time zone."""
     return datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
 
 
@@ -351,7 +354,7 @@ def write_manifest(folder: Path) -> None:
         "version": installed,
         "commits": [checked_out_commit()],
         "run_id": secrets.token_hex(8),
-        "created": _now(),
+        "created": local_time(),
         STARTED_IN: os.path.relpath(Path.cwd(), folder.resolve()),
     }
     _write_json(folder / MANIFEST, manifest)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from vsa.checkpoints.run_folder import MANIFEST, checked_out_commit, read_manifest
+from vsa.checkpoints.run_folder import MANIFEST, checked_out_commit, local_time, read_manifest
 from vsa.files import write_whole
 
 STARTS = "starts"
@@ -22,7 +21,7 @@ def note_start(folder: Path, *, step: int, environment: Mapping[str, Any]) -> No
         step: optimizer step at which it starts.
         environment: device, versions and number of processes.
     """
-    start = {"began": _now(), "step": step, "commit": checked_out_commit(), "environment": {**environment}}
+    start = {"began": local_time(), "step": step, "commit": checked_out_commit(), "environment": {**environment}}
     manifest = read_manifest(folder)
     _write(folder, {**manifest, STARTS: [*manifest.get(STARTS, []), start]})
 
@@ -46,13 +45,9 @@ def note_end(folder: Path, *, how: str, reason: str, step: int) -> None:
     """
     manifest = read_manifest(folder)
     *before, last = manifest[STARTS]
-    end = {"ended": _now(), "how": how, "last_step": step, **({"reason": reason} if reason else {})}
+    end = {"ended": local_time(), "how": how, "last_step": step, **({"reason": reason} if reason else {})}
     _write(folder, {**manifest, STARTS: [*before, {**last, **end}]})
 
 
 def _write(folder: Path, manifest: Mapping[str, Any]) -> None:
     write_whole(folder / MANIFEST, json.dumps(manifest, indent=1) + "\n")
-
-
-def _now() -> str:
-    return datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")

@@ -61,8 +61,10 @@ def pretrained_folder(source: str | Path, subfolder: str = "transformer") -> Pat
         if (candidate / "config.json").is_file():
             return candidate
     if (folder / "checkpoints").is_dir() or (folder / "state.json").is_file():
-        how = f"vsa convert {shlex.quote(str(source))} EXPORT --to diffusers"
-        raise ValueError(f"{source} is a run of this project: make weights of it with {how}")
+        name = shlex.quote(str(source))
+        raise ValueError(
+            f"{source} is a run of this project: vsa convert {name} EXPORT --to diffusers makes weights of it"
+        )
     raise ValueError(f"{source} has no config.json, neither in itself nor in {subfolder}/")
 
 

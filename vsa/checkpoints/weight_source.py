@@ -325,10 +325,7 @@ def refuse_other_sizes(model: VideoDiT, checkpoint: Checkpoint) -> None:
         "absolute_positions": model.absolute_positions,
     }
     theirs_by_key = checkpoint.state.get("config", {}).get("model", {})
-    other = [
-        f"model.{key}={theirs_by_key[key]}, the model has {value}"
-        for key, value in ours_by_key.items()
-        if theirs_by_key.get(key, value) != value
-    ]
+    mine = {key: (theirs_by_key.get(key, value), value) for key, value in ours_by_key.items()}
+    other = [f"model.{key}={theirs}, the model has {ours}" for key, (theirs, ours) in mine.items() if theirs != ours]
     if other:
         raise ValueError(f"{checkpoint.path} has {'; '.join(other)}")

@@ -170,11 +170,6 @@ class PlanDataModule(LightningDataModule):
         return tuple(captions)
 
     @property
-    def is_here(self) -> bool:
-        """Whether the data can be looked at before a run: nothing is to be made or to be fetched for it."""
-        return self._opened is not None
-
-    @property
     def held_out(self) -> Mapping[Shape, tuple[SampleRef, ...]]:
         """Samples that are not trained on, by latent shape."""
         return self._ready()[2]
@@ -319,10 +314,6 @@ class LatentDataModule(PlanDataModule):
                 raise ValueError(f"source {name}: expected the keys root and, optionally, weight, got {sorted(entry)}")
         self._roots = {str(name): str(entry["root"]) for name, entry in entries.items()}
         self._weights = {str(name): float(entry.get("weight", 1.0)) for name, entry in entries.items()}
-
-    @property
-    def is_here(self) -> bool:
-        return self.toy is None or super().is_here
 
     def prepare_data(self) -> None:
         """Render and encode the requested toy clips if they are missing."""

@@ -62,8 +62,8 @@ class EncoderChoice:
         places = [key_value("data.root", root), key_value("data.videos", videos)]
         t, h, w = max((shape[1:] for shape in shapes), key=math.prod)
         tile, sparsity = _selection((t, h // PATCH, w // PATCH))
+        usual_tokens = 512 if self.model else 16
         if self.model:
-            usual_tokens = 512
             settings = ["experiment=finetune_wan_1_3b", "model=from_checkpoint", *places]
             settings += [key_value(key, self.model) for key in ("data.codec.source", "init_from")]
             # for one GPU: a clip at a time
@@ -71,13 +71,11 @@ class EncoderChoice:
             # the staircase of the experiment ends at 32 tiles
             settings += [tile] if tile == _LARGE else [tile, "sparsity=constant", *sparsity]
         else:
-            usual_tokens = 16
             settings = ["experiment=own_videos", *places, tile, *sparsity]
-            for given, usual, keys in (
-                (self.channels, 16, ("data.codec.channels", "model.in_channels", "model.out_channels")),
-                (self.text_dim, 64, ("data.text_encoder.dim", "model.text_dim")),
-            ):
-                settings += [f"{key}={given}" for key in keys if given != usual]
+            keys = ("data.codec.channels", "model.in_channels", "model.out_channels") if self.channels != 16 else ()
+            settings += [f"{key}={self.channels}" for key in keys]
+            keys = ("data.text_encoder.dim", "model.text_dim") if self.text_dim != 64 else ()
+            settings += [f"{key}={self.text_dim}" for key in keys]
         if self.max_tokens not in (None, usual_tokens):
             settings.append(f"data.text_encoder.max_tokens={self.max_tokens}")
         return settings

@@ -153,7 +153,8 @@ def _task(cfg: DictConfig, datamodule: Any, resume: Checkpoint | None = None, ty
     _check_job(cfg, module)
 
     def check_data() -> None:
-        if not datamodule.is_here:
+        # files that are there are looked at now, toy clips have to be made first, and streams are far away
+        if getattr(datamodule, "toy", datamodule) is not None:
             return
         datamodule.setup("fit")
         ranks = int(os.environ["WORLD_SIZE"]) if TorchElasticEnvironment.detect() else _processes(cfg.trainer)

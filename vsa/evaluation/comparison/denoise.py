@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
@@ -17,6 +16,7 @@ from vsa.evaluation.attention_map import denoise_once
 from vsa.evaluation.comparison.computed import computed_pairs
 from vsa.evaluation.comparison.methods import Method
 from vsa.evaluation.video_metrics import psnr, ssim
+from vsa.machine import seconds_now
 from vsa.models.video_dit import VideoDiT
 from vsa.sampling.pipeline import (
     LoadedRun,
@@ -106,9 +106,9 @@ def compare_denoising(
         videos, seconds = [], 0.0
         for start in range(0, len(prompts), settings.batch_size):
             part = slice(start, start + settings.batch_size)
-            begin = _now(run.device)
+            begin = seconds_now(run.device)
             latents = sample_latents(model, run.text_encoder, prompts[part], seeds[part], own, progress)
-            seconds += _now(run.device) - begin
+            seconds += seconds_now(run.device) - begin
             clean = latents[:1] if clean is None else clean
             videos.append(decode_latents(run.codec, latents, run.statistics))
         video = torch.cat(videos)
@@ -126,12 +126,6 @@ def compare_denoising(
             )
         )
     return rows
-
-
-def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
 
 
 def _density(run: LoadedRun, model: VideoDiT, clean: Tensor, prompt: str, settings: SampleSettings) -> float:

@@ -39,7 +39,7 @@ from vsa.evaluation.comparison.synthetic import draw_captures
 from vsa.evaluation.comparison.terminal import print_results
 from vsa.evaluation.comparison.usual import SPARSITIES, usual_on
 from vsa.evaluation.inspection.clip import open_clip, open_inspected
-from vsa.files import read_json, write_whole
+from vsa.files import refuse_others, write_whole
 from vsa.pages.charts import Chart, draw_panel, write_csv
 from vsa.pages.page import Section, Table, figure_html, page, section_html
 from vsa.progress import progress_bar
@@ -145,7 +145,7 @@ def compare_attention(
     if out is None:
         out = Path(DATA) if run is None or not is_run(run) else samples_folder(run, DATA)
     refuse_unwritable(out)
-    refuse_others(out)
+    refuse_others(out, (RECORD, PAGE, DATA), "vsa compare-attention", "--out")
     if save is not None and save.exists():
         raise ValueError(f"--save {save} exists already: choose another file")
     kind = dtype or ("float32" if torch.device(device).type == "cpu" else "bfloat16")
@@ -284,17 +284,6 @@ def _denoise(
 
 def _is_dense(run: LoadedRun) -> bool:
     return isinstance(run.model.blocks[0].method, FullAttention)
-
-
-def refuse_others(folder: Path) -> None:
-    """Raise ValueError if the folder has files of other origin that would be replaced."""
-    there = [name for name in (PAGE, DATA, RECORD) if (folder / name).exists()]
-    try:
-        ours = read_json(folder / RECORD).get("made_by") == "vsa compare-attention"
-    except (OSError, ValueError):
-        ours = False
-    if there and not ours:
-        raise ValueError(f"{folder / there[0]} is not from `vsa compare-attention`: choose another folder with --out")
 
 
 def _facts(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -40,6 +39,7 @@ from vsa.integrations.diffusers.pipeline import (
     token_grid,
     trained_settings,
 )
+from vsa.machine import seconds_now
 from vsa.progress import progress_bar
 from vsa.sampling.pipeline import clip_seeds
 
@@ -272,12 +272,12 @@ class _Densities:
         self.calls.append(self._known[key])
 
     def _measure(self, method: AttentionMethod, ctx: AttnContext, q, k, v, extra: dict[str, Tensor]) -> float:
-        begin, recorded = _now(q.device), {}
+        begin, recorded = seconds_now(q.device), {}
         # a call of its own, which neither reads nor leaves a selection
         apart = replace(ctx, denoising=None, selection=None, recorder=lambda _, tensors: recorded.update(tensors))
         method.attend_combine(q, k, v, extra, apart)
         density = computed_pairs(method, ctx.layout, recorded).density
-        self.seconds += _now(q.device) - begin
+        self.seconds += seconds_now(q.device) - begin
         return density
 
 
@@ -296,13 +296,7 @@ class _Clock:
             yield
 
     def _begin(self, model: Any, args: Any) -> None:
-        self._began = _now(model.device)
+        self._began = seconds_now(model.device)
 
     def _end(self, model: Any, args: Any, out: Any) -> None:
-        self.seconds += _now(model.device) - self._began
-
-
-def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
+        self.seconds += seconds_now(model.device) - self._began

@@ -20,7 +20,7 @@ from vsa.evaluation.inspection.measure import Inspection, NothingSelected, choos
 from vsa.evaluation.inspection.metrics import HEAD_METRICS
 from vsa.evaluation.inspection.page import SHARES, rounded, write_page
 from vsa.evaluation.inspection.pictures import draw_heatmaps, draw_maps, draw_popularity, draw_selected
-from vsa.files import read_json, write_whole
+from vsa.files import refuse_others, write_whole
 from vsa.progress import progress_bar
 from vsa.sampling.clip_folder import samples_folder
 from vsa.sampling.pipeline import LoadedRun, encode_prompts, settings_dict
@@ -79,7 +79,7 @@ def inspect_checkpoint(
     """
     folder = output or _default_folder(checkpoint, clip)
     refuse_unwritable(folder)
-    refuse_others(folder)
+    refuse_others(folder, (RECORD, "inspect.html", *PICTURES, *TABLES), "vsa inspect", "--output")
     run = open_inspected(checkpoint, pipeline=pipeline, weights=weights, device=usable_device(device))
     opened_clip = open_clip(run, clip, caption)
     settings = run.settings(topk=topk, sparsity=sparsity, latent_shape=tuple(opened_clip.latents.shape), seed=seed)
@@ -160,18 +160,6 @@ def _default_folder(checkpoint: str, clip: str) -> Path:
     if is_run(checkpoint):
         return samples_folder(checkpoint, "inspect")
     return (Path(clip).parent if Path(clip).is_file() else Path()) / "inspect"
-
-
-def refuse_others(folder: Path) -> None:
-    """Raise ValueError when files would be replaced that no earlier inspection wrote."""
-    names = (RECORD, "inspect.html", *PICTURES, *TABLES)
-    there = [name for name in names if (folder / name).exists()]
-    try:
-        ours = read_json(folder / RECORD).get("made_by") == "vsa inspect"
-    except (OSError, ValueError):
-        ours = False
-    if there and not ours:
-        raise ValueError(f"{folder / there[0]} is not from `vsa inspect`: choose another folder with --output")
 
 
 def left_out(inspection: Inspection, *, num_layers: int) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
@@ -23,6 +22,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from vsa.data.batch import VideoBatch
 from vsa.files import write_whole
+from vsa.machine import seconds_now
 from vsa.models.sharding import local
 from vsa.settings import AtLeastOne, checked
 from vsa.training.callbacks.ema import EMA
@@ -94,9 +94,9 @@ class StepProfile(L.Callback):
             return
         steps_after_warm_up = trainer.global_step - self._first - self.warm_up
         if steps_after_warm_up == 0:
-            self._began = _now(pl_module.device)
+            self._began = seconds_now(pl_module.device)
         elif steps_after_warm_up == self.steps:
-            self._plain = (_now(pl_module.device) - self._began) / self.steps * 1e3
+            self._plain = (seconds_now(pl_module.device) - self._began) / self.steps * 1e3
             if trainer.is_global_zero:
                 kinds = [ProfilerActivity.CPU]
                 kinds += [ProfilerActivity.CUDA] if pl_module.device.type == "cuda" else []
@@ -105,7 +105,7 @@ class StepProfile(L.Callback):
                 for optimizer in trainer.optimizers:
                     self._stack.callback(optimizer.register_step_post_hook(self._count_update).remove)
         elif steps_after_warm_up == 2 * self.steps:
-            _now(pl_module.device)
+            seconds_now(pl_module.device)
             self._stack.close()
             if trainer.is_global_zero:
                 self._report(trainer, pl_module, batch)
@@ -233,13 +233,6 @@ def _table(times: StepTimes, floors: dict[str, float], record: dict[str, Any]) -
     return capture.get()
 
 
-def _now(device: torch.device) -> float:
-    """Current time in seconds, after the device has finished its queued work."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
-
-
 def matrix_speed(device: torch.device) -> float:
     """Measured FLOPs per second of a large matrix product, in bf16 on a GPU and fp32 on a CPU."""
     size, dtype = (8192, torch.bfloat16) if device.type == "cuda" else (1024, torch.float32)
@@ -259,7 +252,7 @@ def _seconds(call: Callable[[], object], device: torch.device) -> float:
     call()
     times = []
     for _ in range(5):
-        began = _now(device)
+        began = seconds_now(device)
         call()
-        times.append(_now(device) - began)
+        times.append(seconds_now(device) - began)
     return min(times)
