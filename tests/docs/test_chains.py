@@ -63,7 +63,7 @@ def test_own_videos(typist):
             # the page shows what encoding has printed
             assert line in typist.typed
         elif "--model" in command.words:
-            (train,) = typist(command, "--buckets", "64x64x9", "--text-dtype", "float32")
+            (train,) = typist(command)
             typist(train, "callbacks.samples=null")
         else:
             for train in typist(command):

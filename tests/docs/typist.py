@@ -44,7 +44,7 @@ FEW = (
     "task.parallel.compile=false",
 )
 OTHERS = {
-    "encode": ("--device", "cpu", "--size", "64", "64"),
+    "encode": ("--device", "cpu"),
     "latents": ("--device", "cpu", "--size", "64", "64", "--frames", "9", "--steps", "2"),
     "evaluate": ("--device", "cpu", "--steps", "2", "--min-psnr", "0"),
     "compare-attention": ("--steps", "2"),
@@ -86,9 +86,17 @@ class Typist:
     def _smaller(self, name: str, arguments: Sequence[str]) -> Sequence[str]:
         if name == "sweep":
             return [*FEW, *SIZES, "data.toy.count=12", "data.toy.size=[8,64,64]", "trainer.max_steps=1"]
-        if name == "sample" and {"outputs/distill_wan_1_3b/default", "outputs/distill_toy/default", "EXPORT"} & {
-            *arguments
-        }:
+        if name == "encode" and "--buckets" in arguments:
+            return ("--device", "cpu", "--buckets", "64x64x9", "--text-dtype", "float32")
+        if name == "encode" and "512" in arguments:
+            return ("--size", "64", "64", "--frames", "16")
+        if name == "sample" and "--pipeline" in arguments:
+            smaller = ("--size", "64", "64", "--frames", "9")
+            if any("window" in word for word in arguments):
+                # it has to fit into the grid
+                smaller = ("--size", "256", "384", "--frames", "33")
+            return (*smaller, *(() if "EXPORT" in arguments else ("--steps", "2")))
+        if name == "sample" and "distill" in str(arguments):
             # a generator has its own steps
             return ("--device", "cpu")
         if name != "train":

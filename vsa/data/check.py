@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from vsa.data.bad_samples import BadSampleError, write_drop_list
 from vsa.data.clip_rules import PATCH
 from vsa.data.index import DatasetIndex, SampleEntry, deviation_or_one
 from vsa.data.shards import LatentReader
+from vsa.settings import key_value
 
 # most problems that are printed one by one; the others are counted
 _LISTED = 20
@@ -50,7 +52,8 @@ def check_dataset(root: Path, drop_list: Path | None = None) -> None:
     if bad:
         path = root / "drop.txt" if drop_list is None else drop_list
         write_drop_list(path, bad, found_by=f"vsa check-data {root}")
-        print(f"{len(bad)} of {len(reader.index.samples)} samples to leave out: train with data.drop={path}")
+        words = shlex.quote(key_value("data.drop", path))
+        print(f"{len(bad)} of {len(reader.index.samples)} samples to leave out: train with {words}")
     if problems:
         raise ValueError(problems[0] if len(problems) == 1 else f"{len(problems)} problems with the data set in {root}")
     _print_content(reader.index)
