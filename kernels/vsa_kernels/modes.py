@@ -10,14 +10,15 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 
-def _autocasts(device: torch.device) -> bool:
+def autocasts(device: torch.device) -> bool:
+    """Whether `torch.autocast` is on for a device."""
     # the meta device has no autocast and raises on the query; `is_autocast_available` breaks graphs of torch 2.11
     return device.type != "meta" and torch.is_autocast_enabled(device.type)
 
 
 def lowered(x: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
     """The tensors cast to the dtype of `torch.autocast` if it is on for x's device; fp64 stays, as in its matmuls."""
-    if not _autocasts(x.device):
+    if not autocasts(x.device):
         return (x, *others)
     dtype = torch.get_autocast_dtype(x.device.type)
 
@@ -29,7 +30,7 @@ def lowered(x: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
 
 def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
     """A context without autocast, for plain tensor code that chooses its own precision."""
-    return torch.autocast(device.type, enabled=False) if _autocasts(device) else nullcontext()
+    return torch.autocast(device.type, enabled=False) if autocasts(device) else nullcontext()
 
 
 class _ForwardMode(torch.autograd.Function):

@@ -7,17 +7,40 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from vsa_kernels.modes import autocasts, lowered
 
 from vsa.attention.context import AttnContext
 from vsa.attention.dense import dense_attn_per_sample
 from vsa.attention.layout import Segment, TileLayout
 from vsa.attention.tiling import Grid
 from vsa.settings import arguments_of
+
+
+def without_autocast(step: Callable[..., Any]) -> Callable[..., Any]:
+    """A step of a method that `torch.autocast` does not reach: it computes in the dtype of its q, k and v.
+
+    Gates get this dtype. Where those of q, k and v differ, as after a norm in fp32, all get autocast's dtype.
+    """
+
+    @wraps(step)
+    def call(self: AttentionMethod, *args: Any) -> Any:
+        first = args[0] if isinstance(args[0], Tensor) else next(iter(args[0].values()))
+        if not autocasts(first.device):
+            return step(self, *args)
+        if first is args[0] and not first.dtype == args[1].dtype == args[2].dtype:
+            args = (*lowered(*args[:3]), *args[3:])
+            first = args[0]
+        gates = [{n: x.to(first.dtype) for n, x in a.items()} if isinstance(a, dict) else a for a in args[1:]]
+        with torch.autocast(first.device.type, enabled=False):
+            return step(self, args[0], *gates)
+
+    return call
 
 
 class AttentionMethod(nn.Module):
@@ -51,6 +74,11 @@ class AttentionMethod(nn.Module):
     def __init__(self, *, dim: int, num_heads: int, head_dim: int, layer_idx: int = 0):
         super().__init__()
         self.dim, self.num_heads, self.head_dim, self.layer_idx = dim, num_heads, head_dim, layer_idx
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        for name in {"attend", "combine", "attend_combine", "attend_dense"} & vars(cls).keys():
+            setattr(cls, name, without_autocast(vars(cls)[name]))
 
     def settings(self) -> dict[str, Any]:
         """Constructor settings as JSON values, without those of a layer and the backend; they rebuild the method."""
@@ -116,6 +144,7 @@ class AttentionMethod(nn.Module):
             return self.attend_dense(q, k, v, extra, ctx)
         return self.attend_combine(q, k, v, extra, ctx)
 
+    @without_autocast
     def attend_dense(self, q: Tensor, k: Tensor, v: Tensor, extra: dict[str, Tensor], ctx: AttnContext) -> Tensor:
         """Output of a dense layer for a method that selects nothing: dense attention inside each sample."""
         return dense_attn_per_sample(q, k, v, ctx.layout)

@@ -26,7 +26,7 @@ from vsa.attention.base import AttentionMethod
 from vsa.attention.context import AttnContext
 from vsa.attention.dense import dense_attn_per_sample, dense_index, text_attn
 from vsa.attention.layout import Partition, Segment, TileLayout
-from vsa.attention.scores import subblock_places, subblock_scores
+from vsa.attention.scores import subblock_places, subblock_scores, with_damage_first
 from vsa.attention.selection import SampleTopk, select_blocks
 from vsa.attention.tiling import Grid
 from vsa.settings import AtLeastOne, checked
@@ -116,7 +116,7 @@ class DynamicHilbertAttention(AttentionMethod):
             index = dense_index(layout) if ctx.recorder is not None else None
         else:
             scores = ranked = self.scores(q, k, layout) if ctx.ranks else None
-            index = ctx.select(lambda row_topk: self._select(ranked, row_topk, layout))
+            index = ctx.select(lambda topk: self._select(with_damage_first(ranked, k, v, layout), topk, layout))
             blocks: dict[str, Any] = {"q_blocks": layout.video_blocks, "kv_blocks": layout.blocks}
             video = block_sparse_attn(layout.take_video(q), k, v, index, **blocks, backend=self.backend)[0]
             out = layout.merge(video, text_attn(q, k, v, layout))
@@ -151,8 +151,7 @@ class DynamicHilbertAttention(AttentionMethod):
     def _sub_thw(self) -> Grid:
         return 1, 1, self.sub_tokens
 
-    def _select(self, scores: Tensor | None, topk: int | SampleTopk, layout: TileLayout) -> BlockIndex:
-        assert scores is not None
+    def _select(self, scores: Tensor, topk: int | SampleTopk, layout: TileLayout) -> BlockIndex:
         if isinstance(topk, SampleTopk):
             # as for one number: a top-k of all blocks stays all blocks
             most = layout.num_video_tiles

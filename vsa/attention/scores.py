@@ -51,6 +51,17 @@ def mean_scores(q: Tensor, k: Tensor, layout: TileLayout) -> Tensor:
     return q_mean @ per_head(k_mean, q.shape[2]).transpose(-1, -2)
 
 
+def with_damage_first(scores: Tensor | None, k: Tensor, v: Tensor, layout: TileLayout) -> Tensor:
+    """Scores `[B, H, Nq, Nkv]` with inf, the best, for kv tiles whose k or v `[B, L, Hkv, D]` are not finite.
+
+    A selection that passes over these tiles would hide a NaN from every check of losses and gradients.
+    """
+    assert scores is not None
+    k_mean, v_mean = (block_mean_pool(x.detach(), layout.kv_blocks).sum(-1, keepdim=True) for x in (k, v))
+    damage = per_head((k_mean + v_mean).transpose(1, 2), scores.shape[1])
+    return scores.masked_fill(~damage.isfinite().mT, math.inf)
+
+
 class SubBlocks(NamedTuple):
     """The sub-blocks of every video tile: R slots per tile, some of them empty where a tile is short.
 

@@ -46,6 +46,7 @@ from vsa.attention.scores import (
     subblock_scores,
     tile_logits,
     tiles_inside,
+    with_damage_first,
 )
 from vsa.attention.selection import SampleTopk, select_blocks
 from vsa.attention.tiling import Grid, chain_of, refuse_no_divisor
@@ -204,7 +205,7 @@ class StagedAttention(AttentionMethod):
         elif self.selects:
             ctx.kept(q)
             scores = ranked = self._scores(q, k, logits, layout) if ctx.ranks else None
-            index = ctx.select(lambda row_topk: self._select(ranked, row_topk, window))
+            index = ctx.select(lambda topk: self._select(with_damage_first(ranked, k, v, layout), topk, window))
             parts["fine"] = self._fine(q, k, v, layout, index)
         if window is not None and self.stages != "c_fl":
             name, local = "window" if self.selects else "fine", BlockIndex.from_dense(window.tiles[None, None])
@@ -289,8 +290,7 @@ class StagedAttention(AttentionMethod):
         shares = self.score != "mean" or not (same or self.pooled_map == "logits")
         return scores.log() if shares else scores
 
-    def _select(self, scores: Tensor | None, topk: int | SampleTopk, window: Window | None) -> BlockIndex:
-        assert scores is not None
+    def _select(self, scores: Tensor, topk: int | SampleTopk, window: Window | None) -> BlockIndex:
         if (fewer := self._fewer(window)) > 0:
             topk = topk.less(fewer) if isinstance(topk, SampleTopk) else max(1, topk - fewer)
         if window is not None and self.stages == "c_f_l_e":

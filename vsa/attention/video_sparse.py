@@ -28,6 +28,7 @@ from vsa.attention.base import AttentionMethod
 from vsa.attention.context import AttnContext
 from vsa.attention.dense import dense_attn_per_sample, dense_index, text_attn
 from vsa.attention.layout import BlockOrder, Partition, Segment, TileLayout
+from vsa.attention.scores import with_damage_first
 from vsa.attention.selection import select_blocks
 from vsa.settings import AtLeastOne, checked
 
@@ -124,7 +125,11 @@ class VideoSparseAttention(AttentionMethod):
         else:
             # ranked by scores, not by probabilities: the same order, without ties where the softmax underflows
             masks = (layout.candidates, layout.always)
-            index = ctx.select(lambda row_topk: select_blocks(scores, row_topk, candidates=masks[0], always=masks[1]))
+            index = ctx.select(
+                lambda row_topk: select_blocks(
+                    with_damage_first(scores, k, v, layout), row_topk, candidates=masks[0], always=masks[1]
+                )
+            )
             fine, _ = block_sparse_attn(video, k, v, index, **tiles, backend=self.backend)
             fine = layout.merge(fine, text_attn(q, k, v, layout))
         if ctx.recorder is not None:

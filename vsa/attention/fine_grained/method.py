@@ -24,7 +24,7 @@ from vsa.attention.context import AttnContext
 from vsa.attention.dense import text_attn
 from vsa.attention.fine_grained.grouping import Attend, Merge, plan_groups
 from vsa.attention.layout import Segment, TileLayout
-from vsa.attention.scores import per_head
+from vsa.attention.scores import per_head, with_damage_first
 from vsa.attention.selection import RowRule, select_blocks
 from vsa.attention.stats import density
 from vsa.settings import PositiveShare, checked
@@ -95,7 +95,7 @@ class FineGrainedAttention(AttentionMethod):
         ctx.kept(q)
         training = self.trains(q, k, v)
         video = layout.take_video(q)
-        index = ctx.select(lambda _: self._select(video, k, layout))
+        index = ctx.select(lambda _: self._select(video, k, v, layout))
         groups = self._groups(index, layout)
         how: dict[str, Any] = {"q_blocks": layout.video_blocks, "kv_blocks": layout.kv_blocks}
         if training:
@@ -122,20 +122,17 @@ class FineGrainedAttention(AttentionMethod):
         """
         return float(sum((stop - start) ** 2 for start, stop in layout.sample_spans))
 
-    def _select(self, q: Tensor, k: Tensor, layout: TileLayout) -> BlockIndex:
+    def _select(self, q: Tensor, k: Tensor, v: Tensor, layout: TileLayout) -> BlockIndex:
         """The kv tiles that every video query tile keeps, `[B, H, Nq, Nkv]`, computed for some heads at a time."""
         rows = q.shape[0] * layout.video_blocks.num * layout.kv_blocks.num
         group = q.shape[2] // k.shape[2]
         step = max(1, _SCORES // max(1, rows * group))
-        parts = [
-            select_blocks(
-                mean_logits(q[:, :, first * group : (first + step) * group], k[:, :, first : first + step], layout),
-                self.rule,
-                candidates=layout.candidates,
-                always=layout.always,
-            )
-            for first in range(0, k.shape[2], step)
-        ]
+        parts = []
+        for first in range(0, k.shape[2], step):
+            some_k, some_v = (x[:, :, first : first + step] for x in (k, v))
+            scores = mean_logits(q[:, :, first * group : (first + step) * group], some_k, layout)
+            ranked = with_damage_first(scores, some_k, some_v, layout)
+            parts.append(select_blocks(ranked, self.rule, candidates=layout.candidates, always=layout.always))
         if len(parts) == 1:
             return parts[0]
         lists, counts = (torch.cat([getattr(x, name) for x in parts], 1) for name in ("kv_indices", "kv_num_blocks"))

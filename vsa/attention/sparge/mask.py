@@ -25,7 +25,6 @@ import torch
 from torch import Tensor
 from vsa_kernels import BlockIndex, block_mean_and_similarity, block_mean_pool, mean_scores
 from vsa_kernels.block_index import Blocks, by_block
-from vsa_kernels.modes import without_autocast
 
 from vsa.attention.scores import per_head
 from vsa.attention.selection import RowRule, SampleTopk, Shares, select_blocks
@@ -108,15 +107,14 @@ def block_statistics(
         always: bool `[Nq, Nkv]`, blocks that are always listed and do not compete (text); None: none.
     """
     heads, half, center = q.shape[2], q.dtype.itemsize == 2, None
-    with without_autocast(q.device):
-        if readings.smooth_k and len(samples) > 1:
-            wide = torch.promote_types(k.dtype, torch.float32)
-            k = torch.cat([k[:, a:b] - k[:, a:b].mean(1, keepdim=True, dtype=wide) for a, b in samples], dim=1)
-        elif readings.smooth_k:
-            center = _mean_token(k, kv_blocks)
-        q_mean, q_similarity = mean_and_similarity(q, q_blocks, readings)
-        k_mean, k_similarity = mean_and_similarity(k, kv_blocks, readings, center)
-        scores = mean_scores(q_mean, k_mean, scale=None if readings.scaled else 1.0, half=half)
+    if readings.smooth_k and len(samples) > 1:
+        wide = torch.promote_types(k.dtype, torch.float32)
+        k = torch.cat([k[:, a:b] - k[:, a:b].mean(1, keepdim=True, dtype=wide) for a, b in samples], dim=1)
+    elif readings.smooth_k:
+        center = _mean_token(k, kv_blocks)
+    q_mean, q_similarity = mean_and_similarity(q, q_blocks, readings)
+    k_mean, k_similarity = mean_and_similarity(k, kv_blocks, readings, center)
+    scores = mean_scores(q_mean, k_mean, scale=None if readings.scaled else 1.0, half=half)
     visible = candidates
     if readings.causal:
         before = kv_blocks.offsets[:-1] < q_blocks.offsets[1:, None]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
@@ -22,6 +22,7 @@ from vsa.attention.base import AttentionMethod
 from vsa.attention.context import AttnContext
 from vsa.attention.full import text_attn
 from vsa.attention.layout import Segment, TileLayout
+from vsa.attention.scores import with_damage_first
 from vsa.attention.selection import RowRule, SampleTopk, Shares, sparge_top_p
 from vsa.attention.sparge.mask import BlockStatistics, Readings, block_statistics, first_stage
 from vsa.attention.sparge.tuned import HeadSettings, Tuned, parse_tuned, read_tuned
@@ -220,7 +221,8 @@ class SpargeAttention(AttentionMethod):
 
         def choose(topk: int | SampleTopk) -> BlockIndex:
             assert statistics is not None
-            return first_stage(statistics, topk if self.rule == "topk" else per_head.rule, per_head.theta)
+            known = replace(statistics, scores=with_damage_first(statistics.scores, k, v, layout))
+            return first_stage(known, topk if self.rule == "topk" else per_head.rule, per_head.theta)
 
         index = ctx.select(choose)
         threshold = None if training or ctx.dense else _of_heads(per_head.threshold, q)

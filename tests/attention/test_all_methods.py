@@ -1,0 +1,160 @@
+"""What holds for every attention method: `torch.autocast` changes nothing, and a selection hides no NaN."""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+
+import pytest
+import torch
+from hydra.utils import instantiate
+from omegaconf import OmegaConf
+
+from tests.attention.test_configs import CONFIGS
+from vsa.attention.context import AttnContext
+from vsa.attention.layout import Segment
+from vsa.attention.staged import StagedAttention
+from vsa.integrations.diffusers.ungated import UngatedVideoSparse
+
+GRID = (4, 5, 6)
+TOKENS = math.prod(GRID)
+SIZES = {"dim": 16, "num_heads": 2, "head_dim": 8, "layer_idx": 0}
+BLOCKS = {"q_tokens": 16, "kv_tokens": 8, "allow_training": True}
+# options of each config, beside none
+OPTIONS = {
+    "video_sparse": [{"fine_gate": False}, {"gate_init": "model"}],
+    "staged": [
+        *({"stages": stages, "window_thw": (1, 1, 3)} for stages in ("c_f", "f", "l", "c_f_l", "c_fl", "c_f_l_e")),
+        *({"stages": "f", "score": score} for score in ("mass", "oracle", "subblock_lse", "random")),
+        *({"stages": "c_f", "pooling": pooling} for pooling in ("max", "conv")),
+        {"stages": "f", "pool_thw": (1, 2, 2)},
+        {"stages": "f", "partition": "hilbert_run", "kv_tile_thw": (2, 2, 1), "score": "mass"},
+    ],
+    "pooled_tail": [{"order": order, "score": score} for order in (1, 2) for score in ("mean", "mass", "subblock_lse")],
+    "fine_grained": [{**BLOCKS, "order": order, "top_p": p} for order in ("raster", "hilbert") for p in (0.2, 0.9)]
+    + [{**BLOCKS, "attended": "tile", "merge": "consecutive"}],
+    "dynamic_hilbert": [
+        {"tokens": 8, "sub_tokens": 4, "order": order, "padding": padding, "allow_training": True}
+        for order, padding in (
+            ("hilbert", "masked"),
+            ("hilbert2d", "zeros"),
+            ("raster", "masked"),
+            ("block3d", "zeros"),
+        )
+    ],
+    "sparge": [
+        {**BLOCKS, "q_tokens": 16, **more}
+        for more in (
+            {"rule": "topk"},
+            {"rule": "cdf", "tau": 0.5, "threshold": -3.0},
+            {"rule": "cdf", "tau": 0.5, "smooth_k": False, "similarity": "gram"},
+            {"rule": "cdf", "tau": 0.5, "theta": -1.0, "order": "hilbert"},
+        )
+    ],
+    "neighborhood": [{"window_thw": [1, 3, 3], "stride_thw": [1, 1, 1]}],
+}
+ALL = [
+    pytest.param(name, options, id=f"{name}-{'-'.join(str(value) for value in options.values())}")
+    for name in [*sorted(path.stem for path in (CONFIGS / "attention").glob("*.yaml")), "ungated"]
+    for options in ({}, *OPTIONS.get(name, []))
+]
+CASTS = [("cpu", torch.bfloat16), ("cpu", torch.float16)]
+CASTS += [("cuda", dtype) for _, dtype in CASTS] if torch.cuda.is_available() else []
+pytestmark = pytest.mark.filterwarnings("ignore:tiles .* are .* full")
+
+
+@cache
+def config(name):
+    whole = {"tile_thw": [2, 2, 2], "start": OmegaConf.load(CONFIGS / "start" / "scratch.yaml")}
+    whole["attention"] = OmegaConf.load(CONFIGS / "attention" / f"{name}.yaml")
+    return instantiate(OmegaConf.create(whole).attention)
+
+
+def make(name, options, device="cpu"):
+    torch.manual_seed(5)
+    if name == "ungated":
+        return UngatedVideoSparse(**SIZES, tile_thw=(2, 2, 2))
+    method = config(name)(**SIZES, **options).to(device)
+    for parameter in method.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    return method
+
+
+def run(method, qkv, topk=2, cast=None, gradients=False):
+    """Output, selection and, if asked for, gradients of q, k, v `[1, L, H, D]` in raster order."""
+    device = qkv[0].device
+    layout = method.layout([Segment(GRID)], device)
+    qkv = [x.clone().requires_grad_(gradients) for x in qkv]
+    parts = [layout.permute(x) for x in qkv]
+    generator = torch.Generator().manual_seed(3)
+    hidden = torch.randn(1, TOKENS, SIZES["dim"], generator=generator).to(device)
+    extra = {name: x.to(qkv[0].dtype) for name, x in method.project(hidden).items()}
+    seen = {}
+    ctx = AttnContext(layout=layout, topk=topk, recorder=lambda _, tensors: seen.update(tensors))
+    with torch.autocast(device.type, cast or torch.bfloat16, enabled=cast is not None):
+        out = method(*parts, extra, ctx)
+        # the way without a recorder, which may be one fused op
+        plain = method(*parts, extra, AttnContext(layout=layout, topk=topk))
+    assert out.isfinite().all() == plain.isfinite().all()
+    found = [layout.unpermute(out), layout.unpermute(plain)]
+    found += [seen[name] for name in ("kv_indices", "kv_num_blocks") if name in seen]
+    if gradients:
+        (plain.float().square().sum() + 0 * sum(x.float().sum() for x in qkv)).backward()
+        found += [x.grad for x in qkv]
+    return [x.detach() for x in found]
+
+
+def inputs(seed=0, dtype=torch.float32, device="cpu"):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(1, TOKENS, 2, 8, generator=generator).to(device, dtype) for _ in range(3)]
+
+
+@pytest.mark.parametrize(("name", "options"), ALL)
+def test_autocast_changes_nothing(name, options):
+    for device, cast in CASTS:
+        method = make(name, options, device)
+        for dtype in (torch.float32, cast) if options.get("pooling") != "conv" else (torch.float32,):
+            qkv = inputs(0, dtype, device)
+            expected, actual = (run(method, qkv, cast=how, gradients=method.allow_training) for how in (None, cast))
+            for a, b in zip(actual, expected, strict=True):
+                assert a.dtype == b.dtype
+                assert torch.equal(a, b)
+
+
+def test_what_autocast_does_to_a_method_that_it_reaches(monkeypatch):
+    """The control: without the guard scores and output differ."""
+    method, qkv = StagedAttention(**SIZES, tile_thw=(2, 2, 2), stages="f", score="oracle"), inputs()
+    monkeypatch.setattr("vsa.attention.base.autocasts", lambda device: False)
+    expected, actual = (run(method, qkv, cast=cast) for cast in (None, torch.bfloat16))
+    assert not torch.equal(expected[0], actual[0])
+
+
+def test_mixed_dtypes_are_those_of_autocast():
+    """As after a norm in fp32; the gates, too."""
+    method, (q, k, v) = make("video_sparse", {}), inputs()
+    with torch.autocast("cpu", torch.bfloat16):
+        layout = method.layout([Segment(GRID)], "cpu")
+        gates = {name: torch.ones(1, TOKENS, 2, 8) for name in ("gate_compress", "gate_fine")}
+        ctx = AttnContext(layout=layout, topk=2)
+        out = method(q, k, v.bfloat16(), gates, ctx)
+    low = method(q.bfloat16(), k.bfloat16(), v.bfloat16(), {n: x.bfloat16() for n, x in gates.items()}, ctx)
+    assert out.dtype == torch.bfloat16
+    assert torch.equal(out, low)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize(("name", "options"), ALL)
+def test_what_is_not_finite_reaches_the_output(name, options, value):
+    method, clean = make(name, options), inputs(1)
+    assert run(method, clean)[0].isfinite().all()
+    # a key of inf has weight 0 where q points away from it, and the few queries in reach may all do so
+    for part in (0, 2) if name == "neighborhood" and math.isinf(value) else range(3):
+        for token in (0, 37, TOKENS - 1):
+            qkv = [x.clone() for x in clean]
+            qkv[part][0, token, 1, 3] = value
+            out, plain, *_ = run(method, qkv)
+            for found in (out, plain):
+                assert not found[0, :, 1].isfinite().all(), f"{'qkv'[part]} of token {token}"
+                assert found[0, :, 0].isfinite().all(), "another head"
+                if part == 0:
+                    assert not found[0, token, 1].isfinite().all()
