@@ -306,11 +306,11 @@ def test_an_assertion_is_a_defect_and_no_missing_picture():
 
 def test_the_summary_tells_only_what_there_is(tmp_path):
     common: dict[str, Any] = {"metrics": ("fake_score/loss", "val/gap")}
-    common |= {"start": 40, "step": 41, "max_steps": -1, "prompt": None, "page": None}
+    common |= {"start": 40, "step": 41, "max_steps": -1, "prompt": None, "page": None, "trained": 20}
     (tmp_path / "metrics.csv").write_text("step,fake_score/loss,val/gap\n41,nan,\n")
     lines = closing_lines(tmp_path, how="failed", seconds=3725, checkpoint=None, **common)
     assert lines == [
-        "failed at step 41: 1 step in 1 h 2 min",
+        "failed at step 41: 1 step in 20 s of training, 1 h 2 min in all",
         "  fake_score/loss  nan at step 41",
         "  checkpoint       none was written",
         f"  metrics          {tmp_path}/metrics.csv",
@@ -318,13 +318,13 @@ def test_the_summary_tells_only_what_there_is(tmp_path):
     (tmp_path / "metrics.csv").unlink()
     lines = closing_lines(tmp_path, how="finished", seconds=59.6, checkpoint=Path("x"), **common)
     assert lines == [
-        "finished at step 41: 1 step in 1 min 0 s",
+        "finished at step 41: 1 step in 20 s of training, 1 min 0 s in all",
         "  checkpoint  x",
         f"  next        vsa sample {tmp_path} --prompt TEXT",
     ]
-    # a signal that came when all steps were done
+    # a signal that came when all steps were done, perhaps before the last validation
     (*_, row) = closing_lines(tmp_path, how="stopped", seconds=1, checkpoint=Path("x"), **{**common, "max_steps": 41})
-    assert row == lines[-1]
+    assert row == "  next        the same command with ckpt_path=last goes on from there"
 
 
 # without a step
@@ -413,7 +413,8 @@ def test_sigterm_ends_a_whole_sweep_at_any_time(
     lines = (tmp_path / "told").read_text().splitlines()
     (line,) = (line for line in lines if line.startswith("SIGTERM: "))
     step = folder / "checkpoints" / "step-00000002"
-    what = {"saved": f"saved {step}, training was complete", "stopped": "stopped, there was nothing to save"}
+    end = "go on with ckpt_path=last, which makes up for the validation and clips of the end"
+    what = {"saved": f"saved {step}, {end}", "stopped": "stopped, there was nothing to save"}
     assert line == f"SIGTERM: {what[word]}"
     assert not [line for line in lines if "Received SIGTERM" in line]
     assert step.exists() == (name != "configure_model")

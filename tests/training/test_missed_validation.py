@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import signal
+from contextlib import nullcontext
 
 import lightning as L
 import pytest
 
 from tests.training.ranks import run_ranks
+from vsa.checkpoints.run_history import has_finished
+from vsa.reports.runs import read_run
 from vsa.training.callbacks.missed_validation import MissedValidation
+from vsa.training.deadline import Deadline
 
 # validates every second step on two micro-batches
 RUN = (
@@ -73,6 +77,53 @@ def test_without_it_the_validation_would_be_missing(training, monkeypatch):
     training(*RUN, "run=cut", "trainer.max_steps=4", "ckpt_path=last", callbacks=(watch := Watch(),))
     assert watch.steps == [4]
     assert training.metrics("cut")[2]["val/loss"] == ""
+
+
+CLIPS = ("callbacks.samples.prompts=[a red square]", "callbacks.samples.steps=2")
+
+
+class StopIn(L.Callback):
+    """A signal in a step, or the run's own time limit."""
+
+    def __init__(self, step: int, how: str):
+        self.step, self.how = step, how
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if trainer.global_step == self.step - 1 and batch_idx % 2 == 0:
+            if self.how == "signal":
+                signal.raise_signal(signal.SIGTERM)
+            else:
+                pl_module.status.deadline = Deadline(0, "trainer.max_time")
+
+
+def clips(training, run):
+    return {path.name: path.read_bytes() for path in (training.folder(run) / "samples").rglob("*.gif")}
+
+
+@pytest.mark.parametrize("how", ["signal", "time limit"])
+def test_a_run_stopped_in_its_last_step_gets_its_end(training, caplog, how):
+    last = (*RUN[:3], *CLIPS, "trainer.max_steps=3")
+    training(*last, "run=straight")
+    stop = pytest.raises(SystemExit) if how == "signal" else nullcontext()
+    with stop:
+        training(*last, "run=cut", callbacks=(StopIn(3, how),))
+    assert training.folder("cut").joinpath("checkpoints", "step-00000003").is_dir()
+    assert not training.metrics("cut")[3].get("val/loss")
+    assert clips(training, "cut") == {}
+    assert read_run(training.folder("cut")).status == "stopped"
+    assert not has_finished(training.folder("cut"))
+    training(*last, "run=cut", "ckpt_path=last", callbacks=(resumed := Watch(),))
+    assert resumed.steps == [3]
+    assert rows(training, "cut") == rows(training, "straight")
+    paths = [training.folder(run) / "validation.csv" for run in ("cut", "straight")]
+    assert paths[0].read_text() == paths[1].read_text()
+    assert clips(training, "cut") == clips(training, "straight") != {}
+    assert read_run(training.folder("cut")).status == "finished"
+    assert has_finished(training.folder("cut"))
+    # and not once more
+    training(*last, "run=cut", "ckpt_path=last", callbacks=(again := Watch(),))
+    assert again.steps == []
+    assert "nothing to do" in caplog.text
 
 
 @pytest.mark.slow

@@ -49,5 +49,11 @@ def note_end(folder: Path, *, how: str, reason: str, step: int) -> None:
     _write(folder, {**manifest, STARTS: [*before, {**last, **end}]})
 
 
+def has_finished(folder: Path) -> bool:
+    """Whether the last start of a run went through its last step, validation and clips; True without a record."""
+    starts = read_manifest(folder).get(STARTS) if (folder / MANIFEST).exists() else None
+    return not starts or starts[-1].get("how") == "finished"
+
+
 def _write(folder: Path, manifest: Mapping[str, Any]) -> None:
     write_whole(folder / MANIFEST, json.dumps(manifest, indent=1) + "\n")

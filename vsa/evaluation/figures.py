@@ -59,14 +59,13 @@ def logged_metrics(metrics_csv: str | Path, columns: Sequence[str]) -> dict[str,
     return {column: (steps, values) for column, (steps, values) in read.items() if len(steps)}
 
 
-def final_loss(run: Path) -> float:
-    """The last validation loss of a run, without one the last training loss; infinite where neither can be read."""
-    curves = {}
+def final_loss(run: Path) -> float | None:
+    """The last validation loss of a run, inf for NaN; None without one that can be read."""
+    losses = np.array([])
     # a damaged file of one run ends no sweep
     with suppress(ValueError):
-        curves = logged_metrics(run / "metrics.csv", ("val/loss", "train/loss"))
-    last = next((float(values[-1]) for _, values in curves.values()), math.inf)
-    return last if math.isfinite(last) else math.inf
+        _, losses = _logged(run / "metrics.csv", "val/loss")
+    return None if not len(losses) else float(losses[-1]) if math.isfinite(losses[-1]) else math.inf
 
 
 def running_mean(values: np.ndarray, window: int) -> np.ndarray:

@@ -13,7 +13,7 @@ from vsa.evaluation.figures import running_mean
 from vsa.pages.charts import Chart, Heat, Panel, Series
 from vsa.reports.runs import Curve, Run
 from vsa.reports.statistics import PowerLaw, band, fit_power_law, pareto_front
-from vsa.reports.variants import Variant, final_loss
+from vsa.reports.variants import Variant
 
 SPENT = {
     "flops": "executed training FLOPs",
@@ -204,7 +204,7 @@ def topk_chart(variants: Sequence[Variant], colours: dict[str, int]) -> Chart | 
     cells: dict[tuple[int, int], list[float]] = {}
     for variant in variants:
         for run in variant.ended:
-            length, topk, loss = sequence_length(run), run.last("sparsity/topk"), final_loss(run)
+            length, topk, loss = sequence_length(run), run.last("sparsity/topk"), run.val_loss
             if length is not None and topk is not None and loss is not None and not variant.control:
                 cells.setdefault((length, round(topk)), []).append(loss)
     lengths, topks = (sorted({key[axis] for key in cells}) for axis in (0, 1))
@@ -258,7 +258,7 @@ def scaling_fits(variants: Sequence[Variant]) -> dict[tuple[str, str], tuple[lis
                 (float(at), loss)
                 for variant in members
                 for run in variant.ended
-                if (at := size(run)) and (loss := final_loss(run)) is not None
+                if (at := size(run)) and (loss := run.val_loss) is not None
             ]
             fit = fit_power_law(*zip(*points, strict=True)) if len(members) >= 3 and points else None
             if fit is not None:
@@ -338,9 +338,7 @@ def lr_chart(variants: Sequence[Variant], colours: dict[str, int]) -> Chart | No
     """Loss by learning rate, on the seeds that the learning rate was chosen on."""
     series, rows = [], []
     for variant in variants:
-        tried = {
-            lr: [loss for run in runs if (loss := final_loss(run)) is not None] for lr, runs in variant.tried.items()
-        }
+        tried = {lr: [run.val_loss for run in runs if run.val_loss is not None] for lr, runs in variant.tried.items()}
         tried = {lr: losses for lr, losses in tried.items() if losses}
         if tried:
             x, y = np.array([float(lr) for lr in tried]), np.array([fmean(losses) for losses in tried.values()])

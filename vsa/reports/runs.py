@@ -124,7 +124,7 @@ class Run:
     @property
     def train(self) -> Curve:
         """The training loss; for a mixture the part that validation measures, for a distillation the critic's loss."""
-        return self.curve("train/loss_data", "train/loss", "fake_score/loss")
+        return self.curve("fake_score/loss") if self.distilled else self.curve("train/loss_data", "train/loss")
 
     @property
     def val(self) -> Curve:
@@ -154,7 +154,8 @@ class Run:
         if self.writing and outcome is None:
             return "running"
         if self.point is not None and self.point.status != "running":
-            return self.point.status
+            stopped = self.point.status == "finished" and self.starts and outcome != "finished"
+            return str(outcome or "stopped") if stopped else self.point.status
         if self.starts:
             # a killed run recorded no end
             return str(outcome or "stopped")

@@ -12,6 +12,10 @@ from dataclasses import dataclass
 import numpy as np
 
 
+FEWEST_SAMPLES = 20
+"""Fewest validation samples of a p-value, since the t-test assumes that their mean is normally distributed."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Band:
     """Mean and range of several curves.
@@ -52,14 +56,14 @@ class Difference:
     Args:
         mean: mean of first minus second.
         low, high: 95% confidence interval of the mean.
-        p: two-sided p-value of the hypothesis that the mean is 0.
+        p: two-sided p-value of the hypothesis that the mean is 0; None for fewer than `FEWEST_SAMPLES`.
         samples: number of pairs that count as independent.
     """
 
     mean: float
     low: float
     high: float
-    p: float
+    p: float | None
     samples: int
 
 
@@ -91,9 +95,11 @@ def paired_difference(
         return None
     mean, error = float(differences.mean()), float(differences.std(ddof=1)) / math.sqrt(n)
     if error == 0:
-        return Difference(mean=mean, low=mean, high=mean, p=1.0 if mean == 0 else 0.0, samples=n)
-    reach = t_quantile(n - 1) * error
-    return Difference(mean=mean, low=mean - reach, high=mean + reach, p=t_p_value(mean / error, n - 1), samples=n)
+        reach, p = 0.0, float(mean == 0)
+    else:
+        reach, p = t_quantile(n - 1) * error, t_p_value(mean / error, n - 1)
+    p = p if n >= FEWEST_SAMPLES else None
+    return Difference(mean=mean, low=mean - reach, high=mean + reach, p=p, samples=n)
 
 
 def t_p_value(t: float, freedom: int) -> float:

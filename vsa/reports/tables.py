@@ -8,6 +8,7 @@ from typing import Any
 
 from vsa.pages.page import Cell, Table
 from vsa.reports.runs import Missing, Run
+from vsa.reports.statistics import FEWEST_SAMPLES
 from vsa.reports.variants import Variant, reference, shown
 
 
@@ -20,7 +21,7 @@ def variant_table(variants: Sequence[Variant]) -> Table:
         ("loss", "last validation loss, mean over the seeds; below: standard deviation over the seeds"),
         (f"against {partner.name if partner else ''}", against),
         ("p", "paired t-test over the validation samples, corrected for the number of variants (Holm)"),
-        ("seeds", "runs that count; below: runs that have not finished"),
+        ("seeds", "different seeds with a loss; below: runs that have not finished or repeat a seed"),
         ("steps", "optimizer steps"),
         ("FLOPs", "executed training FLOPs"),
         ("s/step", "median; below: on the Pareto front of loss and step time"),
@@ -44,13 +45,14 @@ def _variant_row(place: int, variant: Variant, partner: Variant | None) -> list[
     else:
         interval = f"{difference.low:+.3g} to {difference.high:+.3g}"
         against = Cell(text=f"{difference.mean:+.3g}", sub=f"{interval}, {difference.samples} samples")
-        p = Cell(text=_p(variant.p_holm))
+        few = "" if variant.p_holm is not None else f"needs {FEWEST_SAMPLES} samples"
+        p = Cell(text=_p(variant.p_holm), sub=few)
     return [
         Cell(text=variant.name, colour=place),
-        Cell(text=number(variant.loss, 5), sub="" if variant.std is None else f"± {variant.std:.2g}"),
+        Cell(text=_loss(variant.loss), sub="" if variant.std is None else f"± {variant.std:.2g}"),
         against,
         p,
-        Cell(text=str(len(variant.ended)), sub=variant.status),
+        Cell(text=str(len(variant.losses)), sub=variant.status),
         Cell(text=number(variant.mean("steps"))),
         Cell(text=number(variant.mean("throughput/flops_total"), 3)),
         Cell(text=number(variant.mean("step_seconds"), 3), sub="front" if variant.best_trade else ""),
@@ -60,8 +62,12 @@ def _variant_row(place: int, variant: Variant, partner: Variant | None) -> list[
     ]
 
 
+def _loss(loss: float | None) -> str:
+    return "missing" if loss is None else number(loss, 5)
+
+
 def _p(p: float | None) -> str:
-    return "" if p is None else "< 0.0001" if p < 1e-4 else f"{p:.2g}"
+    return "missing" if p is None else "< 0.0001" if p < 1e-4 else f"{p:.2g}"
 
 
 VARIANT_COLUMNS = (
@@ -94,7 +100,7 @@ def variant_rows(variants: Sequence[Variant]) -> tuple[list[str], list[list[Any]
     for v in variants:
         d = v.difference
         paired = [d.mean, d.low, d.high, d.p, v.p_holm, d.samples] if d is not None else [None] * 6
-        losses = [v.loss, v.std, min(v.losses, default=None), max(v.losses, default=None), len(v.ended)]
+        losses = [v.loss, v.std, min(v.losses, default=None), max(v.losses, default=None), len(v.losses)]
         spent = [v.mean("steps"), v.mean("throughput/flops_total"), v.mean("step_seconds"), v.best_trade]
         network = [v.mean("sparsity/density"), v.mean("parameters"), v.control]
         rows.append([v.name, *losses, *paired, *spent, *network, *v.values.values()])
@@ -147,9 +153,8 @@ def lr_table(variants: Sequence[Variant]) -> Table | None:
         cells = []
         for rate in rates:
             losses = [run.val_loss for run in variant.tried.get(rate, ()) if run.val_loss is not None]
-            cells.append(
-                Cell(text=number(fmean(losses), 5) if losses else "", sub="chosen" if rate == chosen_lr else "")
-            )
+            text = _loss(fmean(losses) if losses else None) if rate in variant.tried else ""
+            cells.append(Cell(text=text, sub="chosen" if rate == chosen_lr else ""))
         rows.append([Cell(text=variant.name, colour=place), *cells])
     return Table(headings=[("variant", ""), *((f"lr {rate:g}", "") for rate in rates)], rows=rows)
 

@@ -57,8 +57,12 @@ class Variant:
 
     @property
     def losses(self) -> list[float]:
-        """Last validation losses of the runs, or without validation their training losses (mean of the last tenth)."""
-        return [loss for run in self.ended if (loss := final_loss(run)) is not None]
+        """Last validation losses by seed; runs of one seed are copies and count as one, by their mean."""
+        by_seed: dict[Any, list[float]] = {}
+        for run in self.ended:
+            if run.val_loss is not None:
+                by_seed.setdefault(run.name if run.seed is None else run.seed, []).append(run.val_loss)
+        return [fmean(losses) for losses in by_seed.values()]
 
     @property
     def loss(self) -> float | None:
@@ -90,20 +94,14 @@ class Variant:
 
     @property
     def status(self) -> str:
-        """Numbers of the runs that have not finished, like `1 running`; empty if all have."""
+        """Numbers of the runs that have not finished, like `1 running`, and of those that repeat a seed."""
         counts: dict[str, int] = {}
         for run in self.runs:
             if run.status != "finished":
                 counts[run.status] = counts.get(run.status, 0) + 1
-        return ", ".join(f"{count} {status}" for status, count in counts.items())
-
-
-def final_loss(run: Run) -> float | None:
-    """The last validation loss, or without validation the mean of the last tenth of the training loss."""
-    if run.val_loss is not None:
-        return run.val_loss
-    losses = run.train[1]
-    return float(losses[-max(1, len(losses) // 10) :].mean()) if len(losses) else None
+        copies = len(self.ended) - len({run.name if run.seed is None else run.seed for run in self.ended})
+        words = [f"{count} {status}" for status, count in counts.items()]
+        return ", ".join(words + ([f"{copies} more of the same seed"] if copies else []))
 
 
 def group(runs: Sequence[Run]) -> list[Variant]:
@@ -165,9 +163,11 @@ def _at_best_lr(family: Sequence[Run]) -> tuple[tuple[Run, ...], dict[float, tup
     tried_at = {seed for seed in seeds if sum(any(run.seed == seed for run in runs) for runs in by_lr.values()) > 1}
     tried = {lr: tuple(run for run in runs if run.seed in tried_at) for lr, runs in sorted(by_lr.items(), key=_lr)}
     tried = {lr: runs for lr, runs in tried.items() if runs}
-    losses = {lr: [loss for run in runs if (loss := final_loss(run)) is not None] for lr, runs in tried.items()}
+    losses = {lr: [run.val_loss for run in runs if run.val_loss is not None] for lr, runs in tried.items()}
     means = {lr: fmean(values) for lr, values in losses.items() if values and np.isfinite(values).all()}
-    best = min(means, key=lambda lr: means[lr]) if means else next(iter(by_lr))
+    if not means:
+        return tuple(sorted(family, key=_by_seed)), {}
+    best = min(means, key=lambda lr: means[lr])
     fresh = [run for run in by_lr[best] if run.seed not in tried_at]
     return tuple(sorted(fresh or by_lr[best], key=_by_seed)), tried
 
@@ -244,9 +244,8 @@ def compared(variants: Sequence[Variant]) -> list[Variant]:
         why = "" if difference is not None or variant is partner else _not_paired(*pairs)
         trade = variant.name in on_front
         result.append(replace(variant, difference=difference, not_paired=why, best_trade=trade))
-    tested = [i for i, variant in enumerate(result) if variant.difference is not None]
-    corrected = holm([result[i].difference.p for i in tested])  # type: ignore[union-attr]
-    for i, p in zip(tested, corrected, strict=True):
+    tested = {i: v.difference.p for i, v in enumerate(result) if v.difference and v.difference.p is not None}
+    for i, p in zip(tested, holm(list(tested.values())), strict=True):
         result[i] = replace(result[i], p_holm=p)
     return result
 

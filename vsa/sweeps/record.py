@@ -9,6 +9,7 @@ from typing import Any
 
 from vsa.checkpoints.run_checkpoint import list_checkpoints
 from vsa.checkpoints.run_folder import MANIFEST, check_folder, refuse_inside_run
+from vsa.checkpoints.run_history import has_finished
 from vsa.files import read_json, remove_folder, write_whole
 from vsa.sweeps.job_queue import Job
 from vsa.sweeps.points import Point
@@ -36,7 +37,8 @@ class SweepRecord:
     def finished(self, point: Point) -> bool:
         """Whether a point has completed all its steps and its run folder still exists."""
         noted = self._points.get(point.name, {}).get("status")
-        return noted == "finished" and (self.folder / point.name / MANIFEST).exists()
+        run = self.folder / point.name
+        return noted == "finished" and (run / MANIFEST).exists() and has_finished(run)
 
     def changed(self, point: Point) -> bool:
         """Whether the folder of a point contains a run with other overrides."""

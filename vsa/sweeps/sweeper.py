@@ -23,6 +23,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from vsa.checkpoints.run_checkpoint import list_checkpoints
 from vsa.checkpoints.run_folder import locked
+from vsa.checkpoints.run_history import has_finished
 from vsa.config import Sweep, build, check_settings, check_targets
 from vsa.evaluation.figures import final_loss
 from vsa.places import check_name
@@ -247,13 +248,13 @@ class SweepRun:
         points_at_seeds: list[list[Point]] = []
         for point in good:
             losses = {
-                rate: final_loss(self._folder / one.name)
+                rate: loss
                 for rate, one in tried[point.name].items()
-                if self._record.finished(one)
+                if self._record.finished(one) and (loss := final_loss(self._folder / one.name)) is not None
             }
             best = min(losses, key=lambda rate: losses[rate], default=None)
             if best is None or not math.isfinite(losses[best]):
-                reason = "none of its learning rates has a loss"
+                reason = "none of its learning rates has a validation loss"
                 self._note(watch, at_seeds(point, self._seeds, None), "failed", reason)
                 continue
             watch.say(f"{point.name}: optim.lr={best:g} is the best of {len(losses)} (loss {losses[best]:.4g})")
@@ -298,6 +299,9 @@ class SweepRun:
         by_name = {point.name: point for point in points}
 
         def changed(job: Job) -> None:
+            if job.status == "finished" and not has_finished(self._folder / job.name):
+                # by its own time limit, or before its last validation
+                job.status = "stopped"
             self._record.note({by_name[job.name]: job})
             watch.changed(job)
 
@@ -336,9 +340,12 @@ class SweepRun:
     def returned(self, point: Point) -> JobReturn:
         """The outcome of a point, for a sweeper of Hydra."""
         job = self._jobs[point.name]
-        is_finished = job.status == "finished"
-        returned = JobReturn(overrides=point.overrides, status=JobStatus.COMPLETED if is_finished else JobStatus.FAILED)
-        returned.return_value = final_loss(self._folder / point.name) if is_finished else ValueError(job.reason)
+        loss = final_loss(self._folder / point.name) if job.status == "finished" else None
+        returned = JobReturn(
+            overrides=point.overrides, status=JobStatus.FAILED if loss is None else JobStatus.COMPLETED
+        )
+        why = job.reason or f"{point.name} has no validation loss"
+        returned.return_value = ValueError(why) if loss is None else loss
         return returned
 
     def end(self) -> None:
@@ -350,8 +357,8 @@ class SweepRun:
         jobs = self._jobs.values()
         losses = {job.name: final_loss(self._folder / job.name) for job in jobs if job.status == "finished"}
         width = max(map(len, self._jobs))
-        for name in sorted(losses, key=lambda name: losses[name]):
-            print(f"  {name:{width}}  loss {losses[name]:.4g}")
+        for name, loss in sorted(losses.items(), key=lambda item: math.inf if item[1] is None else item[1]):
+            print(f"  {name:{width}}  validation loss {'missing' if loss is None else f'{loss:.4g}'}")
         names_by_reason: dict[str, list[str]] = {}
         for job in jobs:
             if job.status in ("refused", "failed"):

@@ -141,7 +141,9 @@ class Watch:
         if job.status == "running":
             parts.append(f"on {job.device}")
         if job.status in ("finished", "stopped") and "step" in view.values:
-            parts.append(f"at step {view.values['step']:.0f}, loss {_number(view.values, 'val/loss', 'train/loss')}")
+            parts.append(
+                f"at step {view.values['step']:.0f}, validation loss {_number(view.values, 'val/loss') or 'missing'}"
+            )
         if job.reason:
             parts.append(f"({job.reason})")
         ended_count = sum(one.status in ("finished", "failed", "refused") for one in self._jobs)
@@ -192,8 +194,8 @@ class Watch:
         return table
 
 
-def _number(values: Mapping[str, float], *names: str) -> str:
-    return next((f"{values[name]:.4g}" for name in names if name in values), "")
+def _number(values: Mapping[str, float], name: str) -> str:
+    return f"{values[name]:.4g}" if name in values else ""
 
 
 def _clock(seconds: float) -> str:

@@ -18,7 +18,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
 
 from vsa.checkpoints.run_checkpoint import Checkpoint
 from vsa.checkpoints.run_folder import MANIFEST
-from vsa.checkpoints.run_history import note_end
+from vsa.checkpoints.run_history import has_finished, note_end
 from vsa.reports.run_page import PAGE, write_run_page
 from vsa.reports.runs import read_run
 from vsa.secrets import without_secrets
@@ -26,7 +26,7 @@ from vsa.signals import NOTHING_SAVED, StopNow, Stopped, current_handlers, handl
 from vsa.training.callbacks.steps import Steps
 from vsa.training.deadline import DEADLINE
 from vsa.training.display import never_fatal
-from vsa.training.lightning_compat import keep_signals, tear_down_unread_data
+from vsa.training.lightning_compat import fit_without_steps, keep_signals, tear_down_unread_data
 from vsa.training.modules.base import DiffusionModule
 from vsa.training.parallel import ShardedDataParallel
 from vsa.training.run_state import RunStatus
@@ -54,13 +54,19 @@ def stopped_by_signals() -> Iterator[None]:
         raise
 
 
-def nothing_to_do(max_steps: int, resume: Checkpoint | None) -> bool:
-    """Whether a resumed run has made all of its steps, with a message; ValueError for a new run without steps."""
+def nothing_to_do(max_steps: int, resume: Checkpoint | None, run_dir: Path | None = None) -> bool:
+    """Whether a resumed run has finished, with a message; ValueError for a new run without steps.
+
+    A run that was stopped after its last step lacks its last validation and clips, which it then makes up for.
+    """
     if resume is None:
         if max_steps == 0:
             raise ValueError("trainer.max_steps=0 trains nothing: expected at least 1, or -1 for no end")
         return False
     if not 0 <= max_steps <= resume.step:
+        return False
+    if run_dir is not None and max_steps == resume.step and not has_finished(run_dir):
+        rank_zero_info(f"all {max_steps} steps are done: making up for the validation and clips of the end")
         return False
     rank_zero_info(
         f"nothing to do: {resume.path} is already at step {resume.step} and trainer.max_steps={max_steps}: "
@@ -91,7 +97,7 @@ def fit(trainer: L.Trainer, module: DiffusionModule, datamodule: Any, run_dir: P
         start = 0 if module.resume is None else module.resume.step
         step = trainer.global_step
         # a run that made no step of its own has nothing to report
-        if step <= start or not trainer.is_global_zero:
+        if (step <= start < trainer.max_steps) or not trainer.is_global_zero:
             return
         with never_fatal(f"the end of the run in {run_dir / MANIFEST}"):
             note_end(run_dir, how=how, reason=reason, step=step)
@@ -103,6 +109,7 @@ def fit(trainer: L.Trainer, module: DiffusionModule, datamodule: Any, run_dir: P
                 start=start,
                 step=step,
                 max_steps=trainer.max_steps,
+                trained=module.status.trained_seconds,
                 seconds=time.monotonic() - began,
                 checkpoint=module.status.saved,
                 metrics=module.headline,
@@ -121,6 +128,8 @@ def fit(trainer: L.Trainer, module: DiffusionModule, datamodule: Any, run_dir: P
             if isinstance(strategy := owner.strategy, ShardedDataParallel):
                 strategy.watch = watch
             owner.callbacks.append(Steps(watch))
+            if module.resume is not None and module.resume.step == trainer.max_steps:
+                fit_without_steps(trainer)
             trainer.fit(module, datamodule=datamodule)
         number = module.status.received
         if number in (None, DEADLINE):
@@ -140,10 +149,10 @@ def fit(trainer: L.Trainer, module: DiffusionModule, datamodule: Any, run_dir: P
         return
     complete = 0 <= trainer.max_steps <= trainer.global_step
     if module.status.received is not None:
-        what = "training was complete" if complete else "go on with ckpt_path=last"
+        what = "go on with ckpt_path=last" + (", which makes up for the validation and clips of the end" * complete)
         rank_zero_info(f"{_name(number, module.status)}: saved {module.status.saved}, {what}")
     close("stopped", _name(number, module.status))
-    if requeue and number == signal.SIGUSR1 and not complete:
+    if requeue and number == signal.SIGUSR1:
         _requeue()
     status = 128 + number
     if number == DEADLINE:

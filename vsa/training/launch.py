@@ -67,11 +67,11 @@ def launch(arguments: Sequence[str], job: Callable[[DictConfig], Any] | None = N
         raise
 
 
-def run(cfg: DictConfig) -> float:
+def run(cfg: DictConfig) -> float | None:
     """The Hydra job: `train`, with input errors reported here, since Hydra would print a heading before them.
 
     Returns:
-        the last validation loss, which a search minimises.
+        the last validation loss, which a search minimises; None without a validation.
     """
     from vsa.evaluation.figures import final_loss
     from vsa.training.parallel import rank_zero_reports

@@ -60,11 +60,23 @@ def validate_before_stopping(trainer: L.Trainer) -> None:
     trainer.should_stop = True
 
 
-def validates_at_start(trainer: L.Trainer) -> bool:
-    """Whether `fit` validates after the step that it continues from."""
+def validates_at_start(trainer: L.Trainer, *, last: bool) -> bool:
+    """Whether `fit` validates after the step that it continues from.
+
+    Args:
+        trainer: trainer of the run.
+        last: whether the run validates after its last step, whatever its interval.
+    """
     loop, interval = trainer.fit_loop.epoch_loop, trainer.val_check_batch
     batches = trainer.global_step * trainer.accumulate_grad_batches
-    return bool(loop._should_check_val_epoch() and interval and batches > 0 and batches % interval == 0)
+    due = last and trainer.global_step == trainer.max_steps
+    return bool(loop._should_check_val_epoch() and batches > 0 and (due or (interval and batches % interval == 0)))
+
+
+def fit_without_steps(trainer: L.Trainer) -> None:
+    """Let `fit` call the hooks around the training of a run that has made all of its steps, which it would skip."""
+    loop: Any = trainer.fit_loop
+    loop.__class__ = type("WithoutSteps", (type(loop),), {"skip": False})
 
 
 def validate_now(trainer: L.Trainer) -> None:

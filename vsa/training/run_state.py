@@ -128,6 +128,7 @@ class RunStatus:
 
     Attributes:
         flops_total: executed training FLOPs.
+        trained_seconds: seconds from the start of the first step to the end of the last one, without pauses.
         paused_seconds: seconds spent outside training steps.
         paused_now: whether the run is outside training steps at present.
         stage: start; steps: a signal finishes the step and saves; end: every rank is done.
@@ -138,6 +139,7 @@ class RunStatus:
     """
 
     flops_total: float = 0.0
+    trained_seconds: float = 0.0
     paused_seconds: float = 0.0
     paused_now: bool = False
     stage: Literal["start", "steps", "end"] = "start"

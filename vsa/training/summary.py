@@ -16,6 +16,7 @@ def closing_lines(
     start: int,
     step: int,
     max_steps: int,
+    trained: float,
     seconds: float,
     checkpoint: Path | None,
     metrics: Sequence[str],
@@ -30,14 +31,16 @@ def closing_lines(
         start: optimizer step at which this process started.
         step: optimizer step reached.
         max_steps: number of steps of the whole run; negative: unlimited.
-        seconds: duration of this process.
+        trained: duration of the training steps of this process.
+        seconds: duration of this process, with preparation, validation, saving and clips.
         checkpoint: checkpoint to resume or to sample from; None without one.
         metrics: columns of `metrics.csv` whose first and last values are reported, if present.
         prompt: caption that the run samples.
         page: report page of the run; None: it could not be written.
     """
     of = f" of {max_steps}" if max_steps >= 0 else ""
-    lines = [("", f"{how} at step {step}{of}: {_count(step - start)} in {_duration(seconds)}")]
+    spent = f"{_count(step - start)} in {_duration(trained)} of training, {_duration(seconds)} in all"
+    lines = [("", f"{how} at step {step}{of}: {spent}")]
     for name, (steps, values) in logged_metrics(run_dir / "metrics.csv", metrics).items():
         first, last = (f"{values[i]:.4g} at step {steps[i]}" for i in (0, -1))
         lines.append((name, first if len(steps) == 1 else f"{first}, {last}"))
@@ -51,8 +54,7 @@ def closing_lines(
     ):
         if paths:
             lines.append((name, ", ".join(map(str, paths))))
-    complete = how == "finished" or 0 <= max_steps <= step
-    if checkpoint is not None and complete:
+    if checkpoint is not None and how == "finished":
         text = "TEXT" if prompt is None else shlex.quote(prompt)
         lines.append(("next", f"vsa sample {shlex.quote(str(run_dir))} --prompt {text}"))
     elif checkpoint is not None:

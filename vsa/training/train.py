@@ -56,6 +56,8 @@ KNOWN_WARNINGS = (
     r".*FSDP2-wrapped module .* returned a view tensor.*",
     # the validation loss is reduced before it is logged
     r".*It is recommended to use .*sync_dist.*",
+    # a resumed run that has no steps left makes up for its last validation
+    r"Total length of .* across ranks is zero.*",
     # emitted by Lightning with newer versions of torch
     r".*isinstance\(treespec, LeafSpec\).*",
 )
@@ -194,7 +196,7 @@ def _train(cfg: DictConfig, run_dir: Path, folder: RunFolder, typed: Typed, star
         _check_model(cfg, datamodule, typed)
     # schedules that end with the run depend on this setting
     cfg.trainer.max_steps = _max_steps(cfg, datamodule, resume)
-    if nothing_to_do(cfg.trainer.max_steps, resume):
+    if nothing_to_do(cfg.trainer.max_steps, resume, run_dir):
         return
 
     module = _task(cfg, datamodule, resume, typed)

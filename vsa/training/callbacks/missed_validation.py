@@ -1,4 +1,4 @@
-"""A validation that a signal, an error or a kill interrupted."""
+"""A validation that a signal, a time limit, an error or a kill interrupted."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class MissedValidation(L.Callback):
     """
 
     def on_train_start(self, trainer: L.Trainer, pl_module: DiffusionModule) -> None:
-        if pl_module.resume is None or not validates_at_start(trainer):
+        if pl_module.resume is None or not validates_at_start(trainer, last=pl_module.validates_last):
             return
         step = trainer.global_step
         is_logged = any(isinstance(logger, MetricsCSV) and logger.has_validation(step) for logger in trainer.loggers)

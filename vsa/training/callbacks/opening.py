@@ -52,6 +52,10 @@ class Opening(L.Callback):
                 getattr(logger, "experiment", None)
                 tolerate(logger)
 
+    def on_train_end(self, trainer: L.Trainer, pl_module: DiffusionModule) -> None:
+        # a run that had made all of its steps before
+        self._folder.keep()
+
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: DiffusionModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:

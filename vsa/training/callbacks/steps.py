@@ -1,7 +1,8 @@
-"""The current activity of a rank, for the watch."""
+"""The current activity of a rank, for the watch, and the time of its steps."""
 
 from __future__ import annotations
 
+from time import perf_counter
 from typing import Any
 
 import lightning as L
@@ -19,11 +20,16 @@ class Steps(L.Callback):
 
     def __init__(self, watch: Watch):
         self._watch = watch
+        self._began: float | None = None
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: DiffusionModule, batch: Any, batch_idx: int) -> None:
         self._watch.begins(f"step {trainer.global_step + 1}")
+        if self._began is None:
+            self._began = perf_counter() - pl_module.status.paused_seconds
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: DiffusionModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        assert self._began is not None
+        pl_module.status.trained_seconds = perf_counter() - pl_module.status.paused_seconds - self._began
         self._watch.begins(f"the data of step {trainer.global_step + 1}", stepped=True)

@@ -99,6 +99,9 @@ class DiffusionModule(L.LightningModule):
     objective: Any
     """The training loss; it knows the distribution of denoising progress over the samples."""
 
+    validates_last = False
+    """Whether the run validates after its last step, whatever its interval."""
+
     headline: tuple[str, ...] = ("train/loss", "val/loss")
     """Metrics shown in the summary of a run."""
 

@@ -42,6 +42,8 @@ class PretrainModule(DiffusionModule):
         **common: see `DiffusionModule`.
     """
 
+    validates_last = True
+
     def __init__(
         self,
         *,
