@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-
 FEWEST_SAMPLES = 20
 """Fewest validation samples of a p-value, since the t-test assumes that their mean is normally distributed."""
 
