@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import signal
 
 import lightning as L
 import numpy as np
@@ -144,6 +145,38 @@ def test_a_run_that_was_stopped_takes_the_same_path(training, batches):
     tensors, losses = training.tensors("stopped"), training.losses("stopped")
     assert losses == expected[1]
     assert all(torch.equal(tensors[name], value) for name, value in expected[0].items())
+
+
+class Signal(L.Callback):
+    """SIGTERM in a step, counted from 1, after which the run saves and ends."""
+
+    def __init__(self, step: int):
+        self.step = step
+
+    def on_train_batch_start(self, trainer, *_):
+        if trainer.global_step == self.step - 1:
+            signal.raise_signal(signal.SIGTERM)
+
+
+def test_signals_leave_the_path_as_it_is(training):
+    """Their checkpoints are no targets, and push no target out of the number that is kept."""
+    watched = (*WATCHED[:2], "callbacks.checkpoint.every_n_steps=3", "trainer.max_steps=13")
+    spikes = (7, SPIKE)
+    training(*watched, "run=straight", callbacks=(Outlier(*spikes),))
+    expected = training.tensors("straight"), training.losses("straight")
+    assert training.last("straight").state["skipped_windows"] == [[6, 7], [9, SPIKE]]
+    # in the step before the first spike; in the two before the second one
+    for run, stops in (("once", (7,)), ("twice", (10, 11))):
+        for number, stop in enumerate(stops):
+            goes_on = ("ckpt_path=last",) if number else ()
+            with pytest.raises(SystemExit):
+                training(*watched, *goes_on, f"run={run}", callbacks=(Outlier(*spikes), Signal(stop)))
+            assert training.last(run).step == stop
+        training(*watched, f"run={run}", "ckpt_path=last", callbacks=(Outlier(*spikes),))
+        assert training.last(run).state["skipped_windows"] == [[6, 7], [9, SPIKE]]
+        tensors, losses = training.tensors(run), training.losses(run)
+        assert losses == expected[1]
+        assert all(torch.equal(tensors[name], value) for name, value in expected[0].items())
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ import re
 from contextlib import suppress
 from pathlib import Path
 
-from vsa.checkpoints.run_checkpoint import checkpoint_name, list_checkpoints, read_checkpoint
+from vsa.checkpoints.run_checkpoint import checkpoint_name, list_checkpoints, read_checkpoint, step_of
 from vsa.files import read_bytes, remove_folder
 
 _ABANDONED = "abandoned-after-"
@@ -18,7 +18,7 @@ FEWEST = 2
 """Smallest number of good checkpoints to keep."""
 
 
-def prune_checkpoints(folder: Path, written: Path | None, keep: int) -> None:
+def prune_checkpoints(folder: Path, written: Path | None, keep: int, every: int | None = None) -> None:
     """Remove the oldest checkpoints, but keep `keep` good ones and those at which a run left an abandoned branch.
 
     The checkpoint before `written` is read completely (if it is damaged, the next one); of earlier ones only the file
@@ -28,15 +28,18 @@ def prune_checkpoints(folder: Path, written: Path | None, keep: int) -> None:
         folder: folder of all checkpoints.
         written: checkpoint that was just written and is good; None: there is none.
         keep: number of good checkpoints to keep, at least 2.
+        every: also keep as many of those at multiples of this step, beside which there are some that a signal wrote.
     """
-    good = 0
+    good = regular = 0
     branches = branch_points(folder)
     for path in reversed(list_checkpoints(folder)):
-        if good >= keep:
+        is_regular = every is not None and step_of(path) % every == 0
+        if good >= keep and not (is_regular and regular < keep):
             if path.name not in branches:
                 remove_folder(path)
         elif path == written or is_good(path, whole=good < FEWEST):
             good += 1
+            regular += is_regular
 
 
 def is_good(path: Path, *, whole: bool) -> bool:

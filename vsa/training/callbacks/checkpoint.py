@@ -72,6 +72,8 @@ class Checkpointing(L.Callback):
         self._save: Save | None = None
         self._tried_again = False
         self._missed = 0
+        # set by a callback that goes back to `last_good`
+        self.keeps_regular = False
         self._status = RunStatus()
         # signal that this rank received and the others may not know of
         self._pending: int | None = None
@@ -166,9 +168,13 @@ class Checkpointing(L.Callback):
             self._status.deadline.saved(time.perf_counter() - start)
 
     def last_good(self, trainer: L.Trainer, step: int) -> Checkpoint | None:
-        """The newest intact checkpoint of at most `step` steps; a collective operation."""
+        """The newest intact checkpoint of at most `step` steps; a collective operation.
+
+        Those that a signal wrote do not count, so that a run without the signal chooses the same one.
+        """
         self.finish(trainer)
-        paths = [str(path) for path in reversed(list_checkpoints(self.folder)) if step_of(path) <= step]
+        steps = range(0, step + 1, self.every_n_steps)
+        paths = [str(path) for path in reversed(list_checkpoints(self.folder)) if step_of(path) in steps]
         for path in trainer.strategy.broadcast(paths):
             try:
                 return read_together(path)
@@ -204,7 +210,7 @@ class Checkpointing(L.Callback):
     def _write_and_prune(self, tensors: Parts, state: Mapping[str, Any], *, together: bool, prunes: bool) -> Path:
         path = write_parts(self.folder, tensors, state, together=together)
         if prunes:
-            prune_checkpoints(self.folder, path, self.keep)
+            prune_checkpoints(self.folder, path, self.keep, self.every_n_steps if self.keeps_regular else None)
         return path
 
     def finish(self, trainer: L.Trainer, *, wait: bool = True, last: bool = False) -> None:

@@ -57,7 +57,8 @@ class SpikeRule:
 class LossSpikes(L.Callback):
     """Rolls a run back to its last checkpoint before a loss spike, and continues from there with other data.
 
-    The steps from that checkpoint to the spike draw samples, captions and noise with another seed. Checkpoints store
+    Checkpoints at multiples of `callbacks.checkpoint.every_n_steps` count, not those that a signal wrote, so that a
+    stopped and resumed run takes the path of one that was not. The steps from that checkpoint to the spike draw samples, captions and noise with another seed. Checkpoints store
     these windows, so that a resumed run draws the same data. Only for jobs of one network. Every step synchronises with
     the device to read its loss.
 
@@ -97,6 +98,7 @@ class LossSpikes(L.Callback):
         if not writers:
             raise ValueError("callbacks.loss_spikes goes back to checkpoints: it needs callbacks.checkpoint")
         self._checkpointing = writers[0]
+        self._checkpointing.keeps_regular = True
 
     def state_dict(self) -> dict[str, Any]:
         return {"losses": list(self._rule.losses), "in_row": self._in_row, "rollbacks": self._done}
