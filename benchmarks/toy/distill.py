@@ -125,8 +125,8 @@ def sampled(
 
 
 def sample(run: LoadedRun, prompts: Sequence[str], settings: SampleSettings, progress: ProgressFn) -> Tensor:
-    """Normalised latents `[N, C, T, H, W]` on the CPU; clip i starts from the noise of (seed, i)."""
-    seeds = clip_seeds(settings.seed, len(prompts))
+    """Normalised latents `[N, C, T, H, W]` on the CPU, from the noise of `clip_seeds`."""
+    seeds = clip_seeds(settings.seed, prompts)
     batches = []
     for start in range(0, len(prompts), settings.batch_size):
         part = slice(start, start + settings.batch_size)

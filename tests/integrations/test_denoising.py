@@ -30,7 +30,7 @@ PLANS: dict[str, dict[str, Any]] = {
 
 
 def in_run(run: LoadedRun, settings: SampleSettings) -> Tensor:
-    return sample_latents(run.model, run.text_encoder, PROMPTS, clip_seeds(0, 2), settings)
+    return sample_latents(run.model, run.text_encoder, PROMPTS, clip_seeds(0, PROMPTS), settings)
 
 
 @torch.no_grad()
@@ -42,7 +42,7 @@ def in_transformer(transformer: Any, run: LoadedRun, settings: SampleSettings) -
         passes = (transformer(x, timestep, text, return_dict=False)[0] for text in (cond, uncond))
         return guide(*passes, settings.guidance)
 
-    noise = noise_like(torch.empty(2, *settings.latent_shape), clip_seeds(0, 2))
+    noise = noise_like(torch.empty(2, *settings.latent_shape), clip_seeds(0, PROMPTS))
     return sample_euler(velocity, noise, euler_sigmas(settings.steps, settings.flow_shift))
 
 

@@ -331,3 +331,38 @@ def test_misuse_is_refused():
     case.model.blocks[1].attn1.set_processor(Other())
     with pytest.raises(ValueError, match="layer 1: expected the processor WanAttnProcessor, got Other"):
         apply(case.model, topk=2)
+
+
+@pytest.mark.parametrize("family", ["wan", "ltx", "cogvideox", "hunyuan"])
+def test_what_is_done_to_a_model_after_apply_counts_or_is_refused(family):
+    case = getattr(tiny, family)()
+    model, dtype = case.model, case.model.dtype
+    apply(model, topk=2)
+    expected = case.run()
+    ours = model.attn_processors
+    if family != "hunyuan":
+        # where it is no fusion
+        model.fuse_qkv_projections()
+        with pytest.raises(ValueError, match=r"layer 0 .*unfuse_qkv_projections\(\)"):
+            case.run()
+        model.unfuse_qkv_projections()
+        assert tiny.difference(case.run(), expected) == 0
+    # one processor is another one's: the model would go on without the method
+    layer = applied_attention(model).layers[0]
+    layer.attn.set_processor(layer.original)
+    with pytest.raises(ValueError, match=r"layer 0 got the processor .* in place of its attention method"):
+        case.run()
+    model.set_attn_processor(ours)
+    assert tiny.difference(case.run(), expected) == 0
+    # other weights, as those of an adapter, and another dtype
+    with torch.no_grad():
+        layer.attn.to_q.weight.mul_(1.5)
+    changed = case.run()
+    assert tiny.difference(changed, expected) > 1e-5
+    model.to(torch.float64).to(dtype)
+    assert tiny.difference(case.run(), changed) < 1e-5
+    if family == "wan":
+        peft = pytest.importorskip("peft")
+        model.add_adapter(peft.LoraConfig(r=2, target_modules=["to_q"], init_lora_weights=False))
+        assert tiny.difference(case.run(), changed) > 1e-5
+    remove(model)

@@ -73,7 +73,7 @@ def there_and_back(run: Path, folder: Path, to: str = "diffusers", *options: str
 
 def latents_of(run: LoadedRun, **options: Any) -> torch.Tensor:
     prompts = ["a red circle", "a blue square moving up"]
-    return sample_latents(run.model, run.text_encoder, prompts, clip_seeds(4, 2), run.settings(**options))
+    return sample_latents(run.model, run.text_encoder, prompts, clip_seeds(4, prompts), run.settings(**options))
 
 
 @pytest.mark.parametrize("kind", RUNS)

@@ -128,7 +128,7 @@ def test_settings_refuse(run: LoadedRun, kwargs: dict, message: str):
 
 def test_samples_equal_a_loop_with_diffusers_scheduler_and_two_passes(run: LoadedRun):
     settings = run.settings(steps=5, guidance=3.5, seed=11)
-    seeds = clip_seeds(11, 2)
+    seeds = clip_seeds(11, PROMPTS[:2])
     ours = sample_latents(run.model, run.text_encoder, PROMPTS[:2], seeds, settings)
 
     null = run.text_encoder.encode("")[None]
@@ -181,10 +181,17 @@ def test_prompts_are_padded_and_masked(run: LoadedRun):
         assert (text[i, ~mask[i]] == 0).all()
 
 
-def test_clip_seeds_are_distinct_over_positions_and_seeds():
-    seeds = torch.cat([clip_seeds(s, 50) for s in range(20)])
+def test_the_noise_of_a_clip_is_that_of_its_prompt(run: LoadedRun):
+    prompts = [*(f"a square {n}" for n in range(40)), *["a square 1"] * 10]
+    seeds = torch.cat([clip_seeds(s, prompts) for s in range(20)])
     assert len(set(seeds.tolist())) == 1000
-    assert torch.equal(clip_seeds(3, 50)[:7], clip_seeds(3, 7))
+    order = torch.randperm(40, generator=torch.Generator().manual_seed(0)).tolist()
+    assert torch.equal(clip_seeds(3, [prompts[n] for n in order]), clip_seeds(3, prompts)[order])
+    # and so are the clips, repeated prompts in their order
+    settings = run.settings(steps=2)
+    clips = generate(run, [PROMPTS[0], PROMPTS[1], PROMPTS[0]], settings)
+    assert torch.equal(generate(run, [PROMPTS[1], PROMPTS[0], PROMPTS[0]], settings), clips[[1, 0, 2]])
+    assert not torch.equal(clips[0], clips[2])
 
 
 class Oracle(nn.Module):
@@ -314,7 +321,7 @@ def test_a_distilled_run_is_sampled_at_its_step_list(distilled: LoadedRun, run: 
 def test_clips_of_a_distilled_run_are_the_rollouts_of_its_training(distilled: LoadedRun, count: int, guidance: float):
     short_run = replace(distilled, step_list=STEPS[:count])
     settings = short_run.settings(guidance=guidance)
-    seeds = clip_seeds(11, 3)
+    seeds = clip_seeds(11, PROMPTS[:3])
     clips = {}
     for size in (1, 2, 3):
         part = seeds[:size]
@@ -346,7 +353,7 @@ def test_clips_of_a_distilled_run_are_the_rollouts_of_its_training(distilled: Lo
 
 
 def test_fresh_noise_of_a_clip_is_that_of_its_seed(distilled: LoadedRun, monkeypatch: pytest.MonkeyPatch):
-    settings, seeds = distilled.settings(), clip_seeds(3, 2)
+    settings, seeds = distilled.settings(), clip_seeds(3, PROMPTS[:2])
     clips = sample_latents(distilled.model, distilled.text_encoder, PROMPTS[:2], seeds, settings)
     # one draw for the whole batch, which the bound on batches must not let pass
     monkeypatch.setattr(

@@ -83,7 +83,7 @@ def denoise_once(
 ) -> None:
     """One forward on `latents` with the noise of a seed at one noise level; arguments as in `record_attention`."""
     level = torch.full((1,), sigma, device=latents.device)
-    x_t = add_noise(latents, noise_like(latents, clip_seeds(seed, 1)), level)
+    x_t = add_noise(latents, noise_like(latents, clip_seeds(seed, [""])), level)
     model(x_t, to_timestep(level), text, text_mask, topk=topk, recorder=recorder)
 
 
@@ -101,12 +101,12 @@ def draw_attention(
     Args:
         run: from `load_run`, with sparse attention.
         prompt: caption of the clip.
-        settings: sampling settings; the clip is clip 0 of their seed.
+        settings: sampling settings; the clip is that of `generate`.
         path: PNG to write; None runs the model without drawing (on ranks other than the first, with sharded weights).
         layer: layer to draw; None: the middle one.
         sigma: noise level of the recorded step.
     """
-    seeds = clip_seeds(settings.seed, 1)
+    seeds = clip_seeds(settings.seed, [prompt])
     latents = sample_latents(run.model, run.text_encoder, [prompt], seeds, settings)
     video = decode_latents(run.codec, latents, run.statistics)[0]
     text, mask = encode_prompts(run.text_encoder, [prompt], run.device, settings.text_padding)

@@ -64,7 +64,7 @@ class EvaluationSettings:
 
     Args:
         prompts: N captions.
-        seed: clip i starts from the noise of (seed, i), in the run and in its reference.
+        seed: clips start from the noise of `clip_seeds`, in the run and in its reference.
         steps: Euler steps; None: as the run samples, which a run with a step list requires.
         guidance: classifier-free guidance scale; None: as the run samples.
         flow_shift: flow shift of the sampler; None: that of the training.
@@ -323,7 +323,7 @@ def sample_clips(
     Returns:
         uint8 `[N, T, H, W, 3]`, decoded with zeros instead of NaN and infinity, bool `[N]`, and `[N, C, t, h, w]`.
     """
-    seeds = clip_seeds(settings.seed, len(prompts))
+    seeds = clip_seeds(settings.seed, prompts)
     videos, finite, all_latents = [], [], []
     for start in range(0, len(prompts), settings.batch_size):
         part = slice(start, start + settings.batch_size)

@@ -148,7 +148,7 @@ def sample_pipeline(
         )
     shared = {"negative_prompt": negative_prompt, "batch_size": batch_size}
     with progress_bar("sampling", len(prompts) * clip.steps) as advance:
-        seeds = clip_seeds(seed, len(prompts)).tolist()
+        seeds = clip_seeds(seed, prompts).tolist()
         # a few-step generator has its own steps
         options = {**clip._asdict(), "steps": steps, **shared}
         videos = generate_videos(pipe, prompts, seeds=seeds, progress=advance, **options)

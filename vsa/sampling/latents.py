@@ -1,7 +1,7 @@
 """Sampling of a teacher for a list of prompts to shards of latents and captions, in the format of `vsa encode`.
 
-A student that learns from them sees only data of its teacher's distribution. Clip i of prompt n starts from the noise
-of (seed, n, i) and is integrated with Euler steps.
+A student that learns from them sees only data of its teacher's distribution. Clip i of a prompt starts from the noise
+of (seed, prompt, i), where equal prompts count on, and is integrated with Euler steps.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from vsa.data.text import TextEncoder, UMT5Encoder
 from vsa.diffusion.flow_matching import noise_like
 from vsa.diffusion.latent_statistics import LatentStatistics
 from vsa.diffusion.sampler import euler_sigmas, guide, sample_euler
-from vsa.sampling.pipeline import load_run, sample_latents, settings_dict
+from vsa.sampling.pipeline import load_run, repetitions, sample_latents, settings_dict
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -266,13 +266,16 @@ def write_latents(
         if value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
 
+    again = repetitions(prompts)
+
     def write(part: Path, span: range, advance: Callable[[], None]) -> PartContent:
         # one more than the samples: the null embedding is in the text shard too
         encoders = {"codec": teacher.codec, "text_encoder": teacher.text_encoder}
         with ShardWriter(part, **encoders, samples_per_shard=len(span) + 1, dtype=dtype) as writer:
             for start in range(0, len(span), batch_size):
                 clips = [divmod(i, clips_per_prompt) for i in span[start : start + batch_size]]
-                seeds = [hash64(seed, "generate", *clip) >> 1 for clip in clips]
+                places = ((n, again[n] * clips_per_prompt + i) for n, i in clips)
+                seeds = [hash64(seed, "generate", prompts[n], i) >> 1 for n, i in places]
                 latents = teacher.sample([prompts[n] for n, _ in clips], torch.tensor(seeds, dtype=torch.int64))
                 for (n, i), noise_seed, row in zip(clips, seeds, latents, strict=True):
                     info = {"prompt_index": n, "clip_index": i, "noise_seed": noise_seed, "teacher": teacher.record}

@@ -6,6 +6,7 @@ N clips, B clips per batch, C T H W latent channels, frames and size, S E text t
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -222,9 +223,16 @@ def _matching(key: str, source: RunWeights) -> Any:
     return component
 
 
-def clip_seeds(seed: int, count: int) -> Tensor:
-    """int64 `[count]` noise seeds of the clips of one call, distinct for distinct (seed, position)."""
-    digests = (hashlib.blake2b(f"clip/{seed}/{i}".encode(), digest_size=8).digest() for i in range(count))
+def repetitions(prompts: Sequence[str]) -> list[int]:
+    """Number of equal prompts before each one."""
+    counts = {prompt: itertools.count() for prompt in prompts}
+    return [next(counts[prompt]) for prompt in prompts]
+
+
+def clip_seeds(seed: int, prompts: Sequence[str]) -> Tensor:
+    """int64 `[N]` noise seeds of N prompts, functions of (seed, prompt, its repetition number) whatever the others."""
+    texts = (f"clip/{seed}/{again}/{prompt}" for again, prompt in zip(repetitions(prompts), prompts, strict=True))
+    digests = (hashlib.blake2b(text.encode(), digest_size=8).digest() for text in texts)
     return torch.tensor([int.from_bytes(d, "little") >> 1 for d in digests], dtype=torch.int64)
 
 
@@ -303,7 +311,7 @@ def decode_latents(codec: Codec, latents: Tensor, statistics: LatentStatistics) 
 def generate(
     run: LoadedRun, prompts: Sequence[str], settings: SampleSettings, progress: ProgressFn | None = None
 ) -> Tensor:
-    """Videos for prompts; clip i depends on its prompt, (seed, i) and the settings.
+    """Videos for prompts; a clip depends on its prompt, its repetition number and the settings, not on other prompts.
 
     Args:
         run: from `load_run`.
@@ -316,7 +324,7 @@ def generate(
     """
     if not prompts:
         raise ValueError("expected at least one prompt, got none")
-    seeds = clip_seeds(settings.seed, len(prompts))
+    seeds = clip_seeds(settings.seed, prompts)
     videos = []
     for start in range(0, len(prompts), settings.batch_size):
         part = slice(start, start + settings.batch_size)

@@ -86,7 +86,7 @@ def recorded(model, timestep, topk=3):
     level = torch.full((1,), timestep / 1000)
     records = {}
     with torch.no_grad():
-        x_t = add_noise(latents, noise_like(latents, clip_seeds(0, 1)), level)
+        x_t = add_noise(latents, noise_like(latents, clip_seeds(0, [""])), level)
         model(x_t, to_timestep(level), text, None, topk=topk, recorder=records.__setitem__)
     return records
 

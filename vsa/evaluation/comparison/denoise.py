@@ -92,7 +92,7 @@ def compare_denoising(
             method that selects no tiles uses only the dense steps and layers.
         progress: called after every sampler step with the number of clips it advanced.
     """
-    seeds = clip_seeds(settings.seed, len(prompts))
+    seeds = clip_seeds(settings.seed, prompts)
     rows: list[Denoised] = []
     reference, clean = None, None
     for method in methods:

@@ -148,7 +148,7 @@ def capture_pipeline(
     for clip in clips:
         text, _ = pipe.encode_prompt(clip.caption, do_classifier_free_guidance=False, max_sequence_length=512)
         latents = statistics.normalise(clip.latents[None])
-        noise = noise_like(latents, clip_seeds(seed, 1))
+        noise = noise_like(latents, clip_seeds(seed, [""]))
         for timestep in timesteps:
 
             def keep(layer: int, ctx: AttnContext, q, k, v, extra, name=clip.name, timestep=timestep) -> None:
@@ -220,7 +220,7 @@ def compare_pipeline(
     Returns:
         a row for each method; seconds are those of the transformer's passes.
     """
-    seeds = clip_seeds(seed, len(prompts)).tolist()
+    seeds = clip_seeds(seed, prompts).tolist()
     rows: list[Denoised] = []
     reference: Tensor | None = None
     for method in methods:

@@ -21,6 +21,7 @@ from vsa.attention.sparsity import ConstantSparsity
 from vsa.attention.video_sparse import Backend, VideoSparseAttention
 from vsa.checkpoints.sparse_config import SparseAttentionConfig
 from vsa.integrations.diffusers.families import Family, family_of
+from vsa.integrations.diffusers.processors import Processor
 from vsa.integrations.diffusers.tile_attention import Budget, CurrentPass, FixedBudget, Pass, TileAttention
 from vsa.integrations.diffusers.ungated import UngatedVideoSparse
 
@@ -74,6 +75,14 @@ class Applied:
 
     def before_forward(self, transformer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Forward pre-hook that reads the grid, the text lengths and the denoising step from the arguments."""
+        for i, layer in enumerate(self.layers):
+            _refuse_fused(layer.attn, i)
+            if not isinstance(layer.attn.processor, Processor):
+                processor = type(layer.attn.processor).__name__
+                raise ValueError(
+                    f"layer {i} got the processor {processor} in place of its attention method: take that back "
+                    "(unfuse_qkv_projections() after a fusion), or call remove()"
+                )
         signature = inspect.signature(type(transformer).forward)
         arguments = signature.bind(transformer, *args, **kwargs).arguments
         lengths = None
@@ -353,6 +362,12 @@ def install(
     return applied
 
 
+def _refuse_fused(attn: Any, layer: int) -> None:
+    # the fused weights would not be read; modules without the function replace the processor and keep the attribute
+    if getattr(attn, "fused_projections", False) and hasattr(attn, "unfuse_projections"):
+        raise ValueError(f"layer {layer} has fused projections, call unfuse_qkv_projections() first")
+
+
 def _layer_method(
     factory: MethodFactory, attn: Any, layer: int, family: Family, backend: Backend | None
 ) -> AttentionMethod:
@@ -360,8 +375,7 @@ def _layer_method(
     if type(attn.processor).__name__ != family.original:
         processor = type(attn.processor).__name__
         raise ValueError(f"layer {layer}: expected the processor {family.original}, got {processor}")
-    if getattr(attn, "fused_projections", False):
-        raise ValueError(f"layer {layer} has fused projections, call unfuse_qkv_projections() first")
+    _refuse_fused(attn, layer)
     head_dim = attn.inner_dim // attn.heads
     if backend is not None:
         # raises for a head dim that a named backend cannot run; the device may still change
