@@ -20,6 +20,7 @@ import pytest
 import vsa.checkpoints.run_folder as run_folder
 from tests.disks import small_files
 from vsa.checkpoints.run_folder import MANIFEST, RunFolder, check_folder, locked
+from vsa.checkpoints.run_history import note_start
 from vsa.places import check_name
 
 
@@ -570,3 +571,15 @@ def test_a_folder_that_is_no_run_stays_as_it_is(training, tmp_path):
     with pytest.raises(ValueError, match=r"^run_dir= is not a folder: "):
         training("run_dir=", "overwrite=true")
     assert contents(tmp_path) == {"photos": None, "photos/config.yaml": b"mine"}
+
+
+def test_a_start_tells_what_has_changed_since_the_last_one(tmp_path):
+    (tmp_path / MANIFEST).write_text('{"written_by": "vsa-train"}')
+    here = {"cpu": "a", "cores": 8, "threads": 4, "versions": {"torch": "2.12.0", "numpy": "2"}, "level": 0}
+    assert note_start(tmp_path, step=0, environment=here) == []
+    # neither cores nor the level change a number
+    assert note_start(tmp_path, step=3, environment={**here, "cores": 2, "level": 1}) == []
+    there = {"cpu": "a", "gpu": "H200", "threads": 2, "versions": {"torch": "2.13.0", "numpy": "2"}}
+    expected = ["threads 4 -> 2", "torch 2.12.0 -> 2.13.0", "gpu None -> H200"]
+    assert note_start(tmp_path, step=5, environment=there) == expected
+    assert note_start(tmp_path, step=7, environment=there) == []

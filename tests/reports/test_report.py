@@ -226,7 +226,7 @@ def test_the_page_loads_nothing(sweep: Path):
 
 @pytest.mark.usefixtures("pictures_left_out")
 def test_runs_of_different_data_code_and_validation_are_told(tmp_path: Path):
-    samples = {("a", 0.1): 0.5, ("b", 0.2): 0.6}
+    samples = {(f"sample-{n}", 0.1): 0.5 for n in range(20)}
     write_run(tmp_path / "a", sample_losses=samples)
     write_run(tmp_path / "b", sample_losses=samples, sparsity__sparsity=0.5)
     same = Page(report([tmp_path]).read_text())

@@ -53,12 +53,15 @@ def test_paired_difference_of_textbook_numbers():
     second = [1.9, 0.8, 1.1, 0.1, -0.1, 4.4, 5.5, 1.6, 4.6, 3.4]
     result = paired_difference([losses_of(first)], [losses_of(second)])
     assert result is not None
-    assert (result.mean, result.p) == (pytest.approx(-1.58), pytest.approx(0.002833, abs=1e-6))
+    assert result.mean == pytest.approx(-1.58)
+    assert t_p_value(-4.062128, 9) == pytest.approx(0.002833, abs=1e-6)
+    # ten are too few to say so
+    assert result.p is None
     assert (result.low, result.high) == (pytest.approx(-2.4598858), pytest.approx(-0.7001142))
     # the pairing is what finds it: unpaired it is not there
     reverse = paired_difference([losses_of(first)], [losses_of(second[::-1])])
     assert reverse is not None
-    assert reverse.p > 0.05
+    assert reverse.low < 0 < reverse.high
     assert reverse.mean == pytest.approx(result.mean)
 
 
@@ -86,15 +89,27 @@ def test_what_cannot_be_paired_is_not_compared():
     assert paired_difference([losses_of([1.0, math.nan])], [losses_of([1.0, 2.0])]) is None
     same = paired_difference([ours], [ours])
     assert same is not None
-    assert (same.mean, same.p) == (0.0, 1.0)
+    assert (same.mean, same.low, same.high, same.p) == (0.0, 0.0, 0.0, None)
+
+
+def test_a_p_value_needs_twenty_samples():
+    for count in (2, 19, 20):
+        values = np.random.default_rng(3).normal(1, 0.1, count).tolist()
+        result = paired_difference([losses_of(values)], [losses_of([0.0] * count)])
+        assert result is not None
+        assert (result.p is None) == (count < 20)
+    same = paired_difference([losses_of([1.0] * 20)], [losses_of([1.0] * 20)])
+    assert same is not None
+    assert same.p == 1.0
 
 
 def test_the_interval_holds_the_truth_as_often_as_it_says():
     rng = np.random.default_rng(1)
     hits = 0
     for _ in range(1000):
-        result = paired_difference([losses_of(rng.normal(0.3, 1, 12).tolist())], [losses_of([0.0] * 12)])
+        result = paired_difference([losses_of(rng.normal(0.3, 1, 20).tolist())], [losses_of([0.0] * 20)])
         assert result is not None
+        assert result.p is not None
         hits += result.low <= 0.3 <= result.high
         # it holds 0 exactly where p is above 5%
         assert (result.low <= 0 <= result.high) == (result.p >= 0.05)

@@ -13,6 +13,7 @@ from tests.reports.fake_runs import write_run, write_sweep
 from vsa.checkpoints.run_folder import locked
 from vsa.reports.runs import Missing, code_versions, find_runs
 from vsa.reports.statistics import paired_difference
+from vsa.reports.tables import variant_table
 from vsa.reports.variants import compared, group
 
 FULL = {"attention___target_": "vsa.attention.full.FullAttention", "sparsity__sparsity": 0}
@@ -208,7 +209,41 @@ def test_unfinished_runs_do_not_count_where_others_finished(tmp_path):
     assert (variant.loss, variant.status, len(variant.runs)) == (0.4, "1 stopped", 2)
     (tmp_path / "a-seed0" / "metrics.csv").write_text("step,train/loss\n4,1.0\n")
     (variant,) = group(find_runs([tmp_path])[1])
-    assert variant.losses == [1.0, 0.2]
+    assert variant.losses == [0.2]
+
+
+def test_a_training_loss_stands_in_for_no_validation(tmp_path):
+    for name in ("a-seed0", "a-seed1"):
+        (write_run(tmp_path / name, seed=int(name[-1])) / "metrics.csv").write_text("step,train/loss\n4,1.0\n40,0.1\n")
+    (variant,) = group(find_runs([tmp_path])[1])
+    assert variant.losses == []
+    assert variant.loss is None
+    write_run(tmp_path / "b-seed0", loss=0.9, sparsity__sparsity=0.5)
+    variants = group(find_runs([tmp_path])[1])
+    assert [variant.loss for variant in variants] == [0.9, None]
+    cells = [cell.text for row in variant_table(variants).rows for cell in row]
+    assert cells.count("missing") == 1
+
+
+def test_copies_of_a_run_are_no_seeds(tmp_path):
+    for name, seed, loss in (("a", 0, 0.4), ("a-again", 0, 0.6), ("a-copy", 0, 0.5), ("other", 1, 0.7)):
+        write_run(tmp_path / name, seed=seed, loss=loss)
+    (variant,) = group(find_runs([tmp_path])[1])
+    assert len(variant.runs) == 4
+    assert variant.losses == pytest.approx([0.5, 0.7])
+    assert variant.std == pytest.approx(0.2 / 2**0.5)
+    assert variant.status == "2 more of the same seed"
+    (row,) = variant_table([variant]).rows
+    assert (row[4].text, row[4].sub) == ("2", "2 more of the same seed")
+
+
+def test_the_best_rate_is_not_chosen_by_training_losses(tmp_path):
+    for name, lr, loss in (("low", 0.1, 0.2), ("high", 0.2, 0.4)):
+        run = write_run(tmp_path / name, loss=loss, optim__lr=lr)
+        write_run(tmp_path / f"b-{name}", loss=loss, optim__lr=lr, sparsity__sparsity=0.5)
+        (run / "metrics.csv").write_text(f"step,train/loss\n4,{loss}\n")
+    found = group(find_runs([tmp_path])[1])
+    assert [(variant.loss, len(variant.tried)) for variant in found] == [(0.2, 2), (None, 0)]
 
 
 def test_a_run_that_diverged_comes_last(tmp_path):

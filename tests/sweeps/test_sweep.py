@@ -364,7 +364,7 @@ def test_seeds_train_at_the_rate_of_the_lowest_loss_the_first_seed_of_every_poin
     ]
     records = record(tmp_path)
     assert {name: (point["status"], point["reason"]) for name, point in records.items()} == {
-        f"c-seed{seed}": ("failed", "none of its learning rates has a loss") for seed in (4, 7)
+        f"c-seed{seed}": ("failed", "none of its learning rates has a validation loss") for seed in (4, 7)
     }
 
 

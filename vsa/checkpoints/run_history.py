@@ -13,8 +13,8 @@ from vsa.files import write_whole
 STARTS = "starts"
 
 
-def note_start(folder: Path, *, step: int, environment: Mapping[str, Any]) -> None:
-    """Add an entry for a start.
+def note_start(folder: Path, *, step: int, environment: Mapping[str, Any]) -> list[str]:
+    """Add an entry for a start; returns what differs from the environment and the code of the start before.
 
     Args:
         folder: the run folder, with its manifest.
@@ -24,6 +24,17 @@ def note_start(folder: Path, *, step: int, environment: Mapping[str, Any]) -> No
     start = {"began": local_time(), "step": step, "commit": checked_out_commit(), "environment": {**environment}}
     manifest = read_manifest(folder)
     _write(folder, {**manifest, STARTS: [*manifest.get(STARTS, []), start]})
+    before, now = (_facts(one) for one in (*manifest.get(STARTS, [])[-1:], start)) if manifest.get(STARTS) else ({}, {})
+    names = dict.fromkeys((*before, *now))
+    return [f"{name} {before.get(name)} -> {now.get(name)}" for name in names if before.get(name) != now.get(name)]
+
+
+def _facts(start: Mapping[str, Any]) -> dict[str, Any]:
+    """What may change the numbers of a run: versions, devices, threads and the code."""
+    environment = dict(start.get("environment", {}))
+    versions = environment.pop("versions", {})
+    kept = {name: value for name, value in environment.items() if name in ("cpu", "gpu", "threads", "processes")}
+    return {"commit": start.get("commit"), **kept, **versions}
 
 
 def note_environment(folder: Path, facts: Mapping[str, Any]) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 from vsa.reports.figures import families, scaling_fits, sequence_length
 from vsa.reports.run_tables import duration
 from vsa.reports.runs import Missing, Run, code_versions
+from vsa.reports.statistics import FEWEST_SAMPLES
 from vsa.reports.variants import Variant, shown
 
 # settings of how the data are read, which do not change the data set
@@ -94,6 +95,8 @@ def _of_validation(runs: Sequence[Run]) -> Iterator[str]:
     if len(samples) > 1:
         yield f"The runs were validated on {len(samples)} different sets of samples, which are not paired."
         return
+    if samples and (count := len(min(samples, key=len))) < FEWEST_SAMPLES:
+        yield f"Only {count} samples are held out: their losses say little about others, and there are no p-values."
     by_seed: dict[Any, set[frozenset[tuple[str, float]]]] = {}
     for run in validated:
         by_seed.setdefault(run.seed, set()).add(frozenset(run.validation["current"]))

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.attention.oracle import cube_ids
+from vsa.evaluation.comparison import measure as measure_module
 from vsa.evaluation.comparison.captures import Capture
 from vsa.evaluation.comparison.measure import Row, measure
 from vsa.evaluation.comparison.methods import parse_methods
@@ -71,6 +72,14 @@ def test_numbers_are_those_of_dense_attention_under_the_mask(grid, queries):
     assert (full.density, full.visited, full.recall) == (1, 1, pytest.approx(1, abs=1e-5))
     assert full.error_l1 < 1e-5
     assert (full.topk, full.tiles, full.prediction_ms) == (None, None, 0)
+
+
+def test_the_parts_of_a_time_are_its_sum(monkeypatch):
+    """Also where attention takes longer alone than with its prediction, as on a loaded machine."""
+    times = [[1.0, 2.0], [3.0, 5.0], [4.0, 9.0], [6.0, 6.0], [2.0, 3.0]]
+    monkeypatch.setattr(measure_module, "interleaved_ms", lambda calls, *args, **options: times[: len(calls)])
+    rows = rows_of(drawn((4, 4, 4)), "video_sparse topk=2", "staged stages=f topk=2").values()
+    assert [(row.ms, row.attention_ms, row.prediction_ms) for row in rows] == [(1.5, 1.5, 0), (4, 4, 0), (6, 2.5, 3.5)]
 
 
 @pytest.mark.parametrize("grid", [(4, 4, 4), (3, 5, 7)], ids=str)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -9,10 +10,30 @@ import lightning as L
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
+from vsa.data.splits import split_group
 from vsa.training.display import never_fatal
 from vsa.training.estimate.gpus import gpu_here
 from vsa.training.estimate.run import estimate_of, short_lines
 from vsa.training.modules.base import DiffusionModule
+
+FEWEST_HELD_OUT = 16
+"""Held-out samples below which a run says that its validation loss tells little."""
+
+
+def few_held_out(data: Any) -> str | None:
+    """A warning where the held-out samples are few or of one film; None otherwise, and where the data do not say."""
+    refs = [ref for refs in getattr(data, "held_out", {}).values() for ref in refs]
+    group, entry, films = split_group("file", None), getattr(data.store, "entry", None), set[str | None]()
+    for ref in refs if entry is not None else ():
+        with suppress(ValueError):
+            films.add(group(entry(ref.source, ref.id)))
+        if len(films) > 1:
+            break
+    one = f", all of {films.pop()}" if len(films) == 1 else ""
+    if not refs or (len(refs) >= FEWEST_HELD_OUT and not one):
+        return None
+    count = "1 sample is" if len(refs) == 1 else f"{len(refs)} samples are"
+    return f"warning: {count} held out{one}: their loss says little about others (data.val_fraction)"
 
 
 class Announcement(L.Callback):
@@ -30,6 +51,9 @@ class Announcement(L.Callback):
 
     def setup(self, trainer: L.Trainer, pl_module: DiffusionModule, stage: str) -> None:
         # at this point the data are known and no network is built
+        datamodule: Any = trainer.datamodule  # type: ignore[attr-defined]
+        if (few := few_held_out(datamodule)) is not None:
+            rank_zero_info(few)
         gpu = gpu_here(trainer.strategy.root_device)
         if gpu is None:
             return
@@ -37,7 +61,6 @@ class Announcement(L.Callback):
         memory = torch.tensor(gpu.memory, dtype=torch.float64, device=trainer.strategy.root_device)
         gpu = replace(gpu, memory=float(trainer.strategy.reduce(memory, reduce_op="min")))
         with never_fatal("the estimate of memory and time"):
-            datamodule: Any = trainer.datamodule  # type: ignore[attr-defined]
             estimate = estimate_of(self._cfg, pl_module, datamodule, gpu, ranks=trainer.world_size)
             pl_module.recomputation.choose(estimate.largest.level)
             for line in short_lines(estimate.at(pl_module.recomputation.level)):

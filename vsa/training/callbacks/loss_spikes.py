@@ -58,9 +58,9 @@ class LossSpikes(L.Callback):
     """Rolls a run back to its last checkpoint before a loss spike, and continues from there with other data.
 
     Checkpoints at multiples of `callbacks.checkpoint.every_n_steps` count, not those that a signal wrote, so that a
-    stopped and resumed run takes the path of one that was not. The steps from that checkpoint to the spike draw samples, captions and noise with another seed. Checkpoints store
-    these windows, so that a resumed run draws the same data. Only for jobs of one network. Every step synchronises with
-    the device to read its loss.
+    stopped and resumed run takes the path of one that was not. The steps from that checkpoint to the spike draw
+    samples, captions and noise with another seed. Checkpoints store these windows, so that a resumed run draws the same
+    data. Only for jobs of one network. Every step synchronises with the device to read its loss.
 
     Args:
         window: number of preceding losses to compare with.

@@ -43,7 +43,11 @@ class Opening(L.Callback):
                 rank_zero_info(f"continuing from {resume}: the later checkpoints were moved to {aside}")
             self._level = pl_module.recomputation.level
             here = {**environment(pl_module.device), "processes": trainer.world_size, LEVEL: self._level}
-            note_start(self._folder.path, step=trainer.global_step, environment=here)
+            changes = note_start(self._folder.path, step=trainer.global_step, environment=here)
+            if changes and resume is not None:
+                rank_zero_info(
+                    f"since the last start: {', '.join(changes)}; numbers may differ from those of one start"
+                )
         attach_loggers(trainer, self._loggers)
         for logger in self._loggers:
             if isinstance(logger, MetricsCSV):

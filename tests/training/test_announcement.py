@@ -1,0 +1,47 @@
+"""What a run says before its first step."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from vsa.data.plan import SampleRef
+from vsa.training.callbacks.announcement import few_held_out
+
+
+def data_of(films):
+    """Held-out samples of these files."""
+    refs = tuple(SampleRef(source="main", id=str(n)) for n in range(len(films)))
+
+    def entry(source, sample):
+        return SimpleNamespace(id=sample, about=SimpleNamespace(source=films[int(sample)], fields={}))
+
+    return SimpleNamespace(held_out={(16, 4, 8, 8): refs}, store=SimpleNamespace(entry=entry))
+
+
+@pytest.mark.parametrize(
+    ("films", "told"),
+    [
+        (["dark.mp4"] * 2, "2 samples are held out, all of dark.mp4: "),
+        (["dark.mp4"] * 40, "40 samples are held out, all of dark.mp4: "),
+        (["a.mp4", "b.mp4"], "2 samples are held out: "),
+        ([None, None], "2 samples are held out: "),
+        ([f"{n}.mp4" for n in range(16)], None),
+        ([None] * 16, None),
+        ([], None),
+    ],
+)
+def test_few_held_out_samples_and_those_of_one_film_are_told(films, told):
+    found = few_held_out(data_of(films))
+    assert found == (
+        None if told is None else f"warning: {told}their loss says little about others (data.val_fraction)"
+    )
+
+
+def test_data_without_an_index_are_counted():
+    data = SimpleNamespace(held_out={(1, 1, 1, 1): (SampleRef(source="main", id="0"),)}, store=SimpleNamespace())
+    assert (
+        few_held_out(data) == "warning: 1 sample is held out: their loss says little about others (data.val_fraction)"
+    )
+    assert few_held_out(SimpleNamespace(store=SimpleNamespace())) is None
