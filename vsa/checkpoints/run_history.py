@@ -62,7 +62,10 @@ def note_end(folder: Path, *, how: str, reason: str, step: int) -> None:
 
 def has_finished(folder: Path) -> bool:
     """Whether the last start of a run went through its last step, validation and clips; True without a record."""
-    starts = read_manifest(folder).get(STARTS) if (folder / MANIFEST).exists() else None
+    try:
+        starts = read_manifest(folder).get(STARTS)
+    except (FileNotFoundError, ValueError) as error:
+        return isinstance(error, FileNotFoundError)
     return not starts or starts[-1].get("how") == "finished"
 
 
