@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import cast
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 
 from vsa.attention.context import INDEX, AttnContext, Recorder
@@ -36,7 +36,7 @@ from vsa.checkpoints.sparse_config import (
 )
 from vsa.checkpoints.wan import refuse_other_attention
 from vsa.checkpoints.weight_files import save_tensors
-from vsa.files import atomic_file, parse_json
+from vsa.files import atomic_file, open_tensors, parse_json
 from vsa.models.blocks import TransformerBlock
 from vsa.models.rope import rope_tables
 from vsa.models.video_dit import VideoDiT
@@ -298,7 +298,7 @@ def check_golden(
 def _cases(path: Path, layers: Sequence[int]) -> Iterator[tuple[GoldenCase, Tensor]]:
     """The cases of some layers and their outputs in float64, in the order of the file; see `check_golden`."""
     try:
-        with safe_open(path, framework="pt", device="cpu") as file:
+        with open_tensors(path) as file:
             header = parse_json((file.metadata() or {}).get("golden", ""), f"the header of {path}", _HEADER)
             rows, grid = header["cases"], cast(Grid, tuple(header["grid_thw"]))
             counts = Counter(row["layer"] for row in rows)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from vsa.errors import LoaderError
-from vsa.files import write_whole
+from vsa.files import read_text, write_whole
 
 Cause = Literal["unreadable", "digest", "decode", "metadata", "dtype", "shape", "nan", "inf", "range"]
 """Cause of a bad sample: its bytes are unreadable or differ from the digest, do not decode to tensors, have wrong
@@ -77,8 +77,8 @@ def read_drop_list(path: Path, samples: Mapping[str, Collection[str]]) -> dict[s
         samples: sample ids by source.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
+        lines = read_text(path).splitlines()
+    except (OSError, ValueError) as error:
         raise ValueError(f"cannot read data.drop={path}: {error}") from None
     dropped: dict[str, set[str]] = {source: set() for source in samples}
     for number, line in enumerate(lines, 1):
