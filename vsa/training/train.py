@@ -144,10 +144,12 @@ def check_run(cfg: DictConfig, opened: dict[str, Any]) -> None:
     datamodule.setup("fit")
     opened[key] = datamodule
     cfg.trainer.max_steps = steps_of_budget(cfg, datamodule, None)
-    _task(cfg, datamodule)
+    _task(cfg, datamodule, is_set_up=True)
 
 
-def _task(cfg: DictConfig, datamodule: Any, resume: Checkpoint | None = None, typed: Typed = NOTHING) -> Any:
+def _task(
+    cfg: DictConfig, datamodule: Any, resume: Checkpoint | None = None, typed: Typed = NOTHING, is_set_up: bool = False
+) -> Any:
     """The module of a run; all mismatches of model, initial weights and data are told at once."""
     if resume is None:
         nothing_to_do(cfg.trainer.max_steps, None)
@@ -156,7 +158,7 @@ def _task(cfg: DictConfig, datamodule: Any, resume: Checkpoint | None = None, ty
 
     def check_data() -> None:
         # files that are there are looked at now, toy clips have to be made first, and streams are far away
-        if getattr(datamodule, "toy", datamodule) is not None:
+        if not is_set_up and getattr(datamodule, "toy", datamodule) is not None:
             return
         datamodule.setup("fit")
         ranks = int(os.environ["WORLD_SIZE"]) if TorchElasticEnvironment.detect() else _processes(cfg.trainer)
