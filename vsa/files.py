@@ -137,7 +137,8 @@ def _remove_abandoned(folder: Path) -> None:
 def write_whole(path: str | Path, content: str | bytes) -> None:
     """Write text or bytes to a file, atomically as in `atomic_file`."""
     with atomic_file(path) as temporary:
-        temporary.write_bytes(content.encode() if isinstance(content, str) else content)
+        # a surrogate, which JSON can hold, is no letter
+        temporary.write_bytes(content.encode(errors="replace") if isinstance(content, str) else content)
 
 
 @contextmanager
@@ -240,10 +241,9 @@ def is_regular(path: Path, *, inside: Path) -> bool:
 def read_bytes(path: str | Path, *, limit: int = LIMIT, inside: Path | None = None) -> bytes:
     """The content of a regular file of at most `limit` bytes; errors as in `open_regular`."""
     with open_regular(path, inside=inside) as file:
-        content = file.read(limit + 1)
-    if len(content) > limit:
-        raise ValueError(f"{path} has more than {_size(limit)}")
-    return content
+        if os.fstat(file.fileno()).st_size <= limit and len(content := file.read(limit + 1)) <= limit:
+            return content
+    raise ValueError(f"{path} has more than {_size(limit)}")
 
 
 def read_text(path: str | Path, *, limit: int = LIMIT, inside: Path | None = None) -> str:

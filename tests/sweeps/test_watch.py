@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import math
+import warnings
 
+import pytest
 from rich.console import Console
 
 from vsa.evaluation.figures import final_loss
@@ -78,3 +80,37 @@ def test_reasons_of_runs_move_no_cursor(tmp_path):
         watch.changed(jobs[0])
     assert r"because\x1b[2J of\x07" in file.getvalue()
     assert not set("\x1b\x07") & set(file.getvalue())
+
+
+@pytest.mark.parametrize("damage", [b"3,gar,,0.5", b"3,\xff\xfe,,0.5", b"3,0.5,,1e400", b"nan,0.5,,0.5", b"3,\0,,0.5"])
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_damaged_row_of_one_run_ends_no_display(tmp_path, damage, terminal):
+    write(tmp_path / "a", "1,2,,0.5\n2,1.5,,0.5\n")
+    with open(tmp_path / "a" / "metrics.csv", "ab") as file:
+        file.write(damage + b"\n")
+    (tmp_path / "a" / "config.yaml").write_bytes(b"\xff\xfe")
+    text = io.StringIO()
+    with Watch(tmp_path, Console(file=text, force_terminal=terminal, width=100)) as watch:
+        job = Job("a", ("a",), tmp_path / "a.log", status="running")
+        watch.add([job])
+        watch.changed(job)
+        watch.tick()
+        job.status = "finished"
+        watch.changed(job)
+    assert "finished" in text.getvalue()
+    # nor the search that asks for its loss
+    final_loss(tmp_path / "a")
+
+
+def test_an_error_of_the_display_is_said_once_and_ends_no_sweep(tmp_path):
+    class Broken(io.StringIO):
+        def write(self, text: str) -> int:
+            raise ValueError("no display")
+
+    console = Console(file=Broken(), force_terminal=True)
+    with warnings.catch_warnings(record=True) as said, Watch(tmp_path, console) as watch:
+        warnings.simplefilter("always")
+        watch.add([Job("a", ("a",), tmp_path / "a.log", status="running")])
+        watch.tick()
+        watch.say("a line")
+    assert [str(one.message).partition(":")[0] for one in said] == ["the display of the sweep is incomplete"]

@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 
 from tests.training.ranks import run_ranks
 from vsa.checkpoints.run_checkpoint import latest_checkpoint
+from vsa.data.batch import VideoBatch
 from vsa.training.callbacks import nan_dump
 from vsa.training.replay import replay_step
 
@@ -189,3 +190,27 @@ def test_either_network_of_a_distillation(distill, training, network):
     for path in paths:
         result = replay_step(path, accelerator="cpu")
         assert result.reproduced, (path, result.lines())
+
+
+def batch_of(samples: int, *, channels: int = 16, step: int = 2) -> VideoBatch:
+    """A batch of random latents as a dump holds it."""
+    return VideoBatch(
+        latents=torch.randn(samples, channels, 2, 8, 8),
+        text=torch.randn(samples, 3, 64),
+        text_mask=torch.ones(samples, 3, dtype=torch.bool),
+        sample_ids=tuple(map(str, range(samples))),
+        captions=("",) * samples,
+        seeds=torch.arange(samples),
+        slots=torch.arange(samples),
+        num_slots=samples,
+        step=step,
+    )
+
+
+def test_batches_of_another_step_or_shape_are_refused(training):
+    training("trainer.max_steps=4", callbacks=(Spoil("latents"),))
+    (path,) = dumps_of(training.folder())
+    for changes, message in (({"step": 3}, "has a batch of step 3, expected 2"), ({"channels": 5}, "do not fit")):
+        nan_dump.write_batches(path / "batches-0.safetensors", [batch_of(4, **changes)], [torch.tensor(0.5)])
+        with pytest.raises(ValueError, match=message):
+            replay_step(path, accelerator="cpu")

@@ -339,7 +339,8 @@ def _put_back(folder: Path) -> None:
 
 def read_manifest(folder: Path) -> dict[str, Any]:
     """The manifest of a run; ValueError if it is damaged, FileNotFoundError without one."""
-    kind = {"written_by?": object, "commits?": list[str | None], "starts?": [{"environment?": dict[str, Any]}]}
+    start = {**dict.fromkeys(("began?", "ended?", "how?", "reason?"), str), "environment?": dict[str, Any]}
+    kind = {"written_by?": str, "commits?": list[str | None], "starts?": [{**start, "step?": int, "last_step?": int}]}
     return read_json(folder / MANIFEST, kind=kind)
 
 

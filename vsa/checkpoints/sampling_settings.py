@@ -14,8 +14,19 @@ from typing import Any
 from vsa.checkpoints.sparse_config import SparseAttentionConfig
 from vsa.checkpoints.weight_files import read_json
 from vsa.data.index_values import channel_statistics
+from vsa.files import check_kind
 
 SAMPLING = "sampling.json"
+_COMPONENT = {"id": str, "hash": str}
+_KIND = {
+    "latent_mean": list[float],
+    "latent_std": list[float],
+    "latent_shapes": list[tuple[int, int, int, int]],
+    "codec": _COMPONENT,
+    "text_encoder": _COMPONENT,
+    "step_list": list[float] | None,
+    "config": {"data": dict[str, Any], "task": {"objective": {"shift": dict}}, "callbacks": {"samples": dict}},
+}
 _STATE = ("latent_mean", "latent_std", "latent_shapes", "codec", "text_encoder")
 
 
@@ -68,6 +79,7 @@ def read_sampling_part(folder: Path) -> dict[str, Any] | None:
     if not (folder / SAMPLING).is_file():
         return None
     values = read_json(folder / SAMPLING)
+    check_kind(values, _KIND, folder / SAMPLING)
     part = sampling_part(values)
     if part is None or part != values:
         raise ValueError(f"{folder / SAMPLING} is not what a conversion of this project writes")

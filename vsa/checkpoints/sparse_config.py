@@ -147,6 +147,9 @@ class SparseAttentionConfig:
         self._check()
 
     def _check(self) -> None:
+        if self.method not in ("video_sparse", *WITHOUT_PARAMETERS):
+            method_names = ", ".join(("video_sparse", *WITHOUT_PARAMETERS))
+            raise ValueError(f"method must be one of {method_names}, got {self.method!r}")
         if (self.method in WITHOUT_PARAMETERS) != (self.settings is not None):
             raise ValueError(f"settings={self.settings} do not go with method={self.method}")
         for name in ("tile_thw", "partition", "block_order"):

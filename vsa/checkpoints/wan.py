@@ -83,9 +83,6 @@ def method_options(sparse: SparseAttentionConfig) -> tuple[type[AttentionMethod]
     """The class that a sparse config names, and its options."""
     if sparse.settings is not None:
         return WITHOUT_PARAMETERS[sparse.method], dict(sparse.settings)
-    if sparse.method != "video_sparse":
-        method_names = ", ".join(("video_sparse", *WITHOUT_PARAMETERS))
-        raise ValueError(f"{SPARSE_CONFIG}: method must be one of {method_names}, got {sparse.method!r}")
     names = ("tile_thw", "partition", "block_order", "fine_gate")
     return VideoSparseAttention, {name: getattr(sparse, name) for name in names}
 

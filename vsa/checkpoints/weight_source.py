@@ -215,7 +215,11 @@ class PretrainedWeights(WeightSource):
     def network(self, **options: Any) -> VideoDiT:
         backend = options.pop("backend", None)
         attention: Callable[..., Any] = options.pop("attention", None) or attention_of(self._described, backend)
-        return VideoDiT(attention=attention, **video_dit_arguments(self.config))
+        config = self.config
+        try:
+            return VideoDiT(attention=attention, **video_dit_arguments(config))
+        except ValueError as error:
+            raise ValueError(f"{self.folder / 'config.json'}: {error}") from None
 
     def refuse_other_architecture(self, model: VideoDiT) -> None:
         path = self.folder / "config.json"
@@ -264,7 +268,12 @@ class WanWeights(PretrainedWeights):
 
     @cached_property
     def config(self) -> Mapping[str, Any]:
-        return config_of_wan(read_json(self.folder / "config.json"), self.shapes)
+        path = self.folder / "config.json"
+        theirs = read_json(path)
+        try:
+            return config_of_wan(theirs, self.shapes)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
 
 
 def is_run(spec: str | Path) -> bool:

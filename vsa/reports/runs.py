@@ -227,7 +227,7 @@ def find_runs(folders: Sequence[Path]) -> tuple[Path, list[Run], list[Missing]]:
             points |= {path / point.name: point for point in _points(path / SWEEP)}
         except ValueError as error:
             missing.append(Missing(name=SWEEP, status="unreadable", reason=_one_line(error)))
-    for path in (path for path in paths if (path / METRICS).is_file()):
+    for path in (path for path in paths if os.path.lexists(path / METRICS)):
         try:
             _refuse_foreign(path)
             runs.append(_read_run(path, root, points.get(path)))
@@ -258,10 +258,10 @@ def read_run(folder: Path) -> Run:
 
 def _columns(folder: Path) -> list[str]:
     """Columns of `metrics.csv`; empty without the file."""
-    if not (folder / METRICS).is_file():
+    if not os.path.lexists(folder / METRICS):
         return []
     with open_regular(folder / METRICS) as file:
-        return [name for name in file.readline(CSV_LIMIT).decode(errors="replace").strip().split(",") if name]
+        return [name for name in file.readline(1 << 20).decode(errors="replace").strip().split(",") if name]
 
 
 def _one_line(error: Exception) -> str:
@@ -294,7 +294,7 @@ def _walk(top: Path) -> Iterator[Path]:
     """Folders of runs and sweeps."""
     for place, folders, files in os.walk(top):
         folders[:] = [name for name in folders if not name.startswith(".") and name not in _INSIDE]
-        if METRICS in files or SWEEP in files:
+        if METRICS in (*files, *folders) or SWEEP in files:
             yield Path(place)
 
 
@@ -326,7 +326,7 @@ def _read_run(folder: Path, root: Path, point: Point | None, *, pattern: re.Patt
         folder=folder,
         name=_name(folder, root),
         settings=_settings(folder / "config.yaml"),
-        metrics=read_metrics(metrics, pattern) if metrics.is_file() else {},
+        metrics=read_metrics(metrics, pattern) if os.path.lexists(metrics) else {},
         validation=_validation(folder / "validation.csv"),
         manifest=manifest,
         point=point,

@@ -86,6 +86,8 @@ def replay_step(path: Path, *, accelerator: str = "auto") -> Replayed:
     batches, recorded = [], []
     for rank in range(about["ranks"]):
         own, losses = read_batches(path / batch_file(rank))
+        if other := [batch.step for batch in own if batch.step != checkpoint.step]:
+            raise ValueError(f"{path / batch_file(rank)} has a batch of step {other[0]}, expected {checkpoint.step}")
         batches += own
         recorded += losses
     cfg: Any = OmegaConf.create(dict(checkpoint.config))

@@ -144,18 +144,21 @@ def read_batches(path: Path) -> tuple[list[VideoBatch], list[str]]:
         file = open_tensors(path)
     except FileNotFoundError:
         raise ValueError(f"{path.parent} is not complete: {path.name} is missing") from None
-    facts = parse_json((file.metadata() or {}).get("batches", "null"), f"{path}, batches", [_FACTS])
+    facts: list[Any] = parse_json((file.metadata() or {}).get("batches", "null"), f"{path}, batches", [_FACTS])
+    if not facts:
+        raise ValueError(f"{path} holds no batches")
     for number, fact in enumerate(facts):
         keys = {name: f"{number}/{name}" for name in _TENSORS}
         own: Any = {name: file.get_tensor(key) if key in file.keys() else None for name, key in keys.items()}  # noqa: SIM118
         for name, dims in _TENSORS.items():
             tensor, size = own[name], len(fact["sample_ids"])
-            needed = name not in ("text_mask", "cond_latents")
-            if needed if tensor is None else tensor.ndim != dims or len(tensor) != size:
-                shape = None if tensor is None else list(tensor.shape)
-                raise ValueError(
-                    f"{path}: {keys[name]} has shape {shape}, expected {dims} dimensions of {size} samples"
-                )
+            if tensor is None and name not in ("text_mask", "cond_latents"):
+                raise ValueError(f"{path} lacks {keys[name]}")
+            if tensor is not None and (
+                tensor.ndim != dims or len(tensor) != size or tensor.is_floating_point() != (dims > 2)
+            ):
+                what = f"shape {list(tensor.shape)} and {str(tensor.dtype).removeprefix('torch.')}"
+                raise ValueError(f"{path}: {keys[name]} has {what}, expected {dims} dimensions of {size} samples")
         try:
             float.fromhex(fact["loss"])
         except (ValueError, OverflowError):
