@@ -151,7 +151,6 @@ def test_a_sweep_writes_to_no_run(runs, command_line, monkeypatch):
     for words, message in (
         ((f"output_dir={outer}", "name=precious"), "is inside a run"),
         ((f"output_dir={outer}", "name=../pretrain/precious"), "is not a name"),
-        ((f"output_dir={outer}", "hydra.sweep.dir=outputs/pretrain/precious"), "hydra.sweep.dir=outputs/pretrain/pre"),
         (("output_dir=",), "output_dir= is not a folder"),
     ):
         status, _, err = command_line("train", "-m", *TINY_OVERRIDES, "run=a,b", *words)

@@ -93,9 +93,7 @@ def check_hydra(node: DictConfig) -> None:
     """
     for path, value in leaves(OmegaConf.to_container(node, resolve=False)):
         if value != PLACES.get(key := ".".join(path), value):
-            raise ValueError(
-                f"hydra.{key}={value} is not allowed: set output_dir, name and run, leave it {PLACES[key]}"
-            )
+            raise ValueError(f"hydra.{key}={value} is not allowed: set output_dir, name and run instead")
     for path, value in _leaves(node):
         reason = _refusal(path, value, node)
         if reason:
