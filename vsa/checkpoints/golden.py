@@ -91,7 +91,7 @@ class GoldenError:
 
     @property
     def failed(self) -> bool:
-        # a NaN fails
+        # a NaN fails, of golden tensors that are not finite or 0 everywhere as well
         return not self.error <= self.tolerance
 
 
@@ -266,8 +266,8 @@ def check_golden(
         one entry per layer; `failed` is true above the tolerance.
 
     Raises:
-        ValueError: the golden file is missing or damaged, has no case of a layer or several, has a value that is not
-            finite or allows a larger error than the dtype, or an output has another shape.
+        ValueError: the golden file is missing or damaged, has no case of a layer or several, or allows a larger error
+            than any dtype needs, or an output has another shape.
     """
     folder = Path(folder)
     sparse = read_sparse_config(folder)
@@ -302,12 +302,10 @@ def _cases(path: Path, layers: Sequence[int]) -> Iterator[tuple[GoldenCase, Tens
             header = parse_json((file.metadata() or {}).get("golden", ""), f"the header of {path}", _HEADER)
             rows, grid = header["cases"], cast(Grid, tuple(header["grid_thw"]))
             counts = Counter(row["layer"] for row in rows)
-            if missing := [layer for layer in layers if not counts[layer]]:
-                known = ",".join(map(str, sorted(counts)))
-                some = f", check the others alone with --layers {known}" if known else ""
-                raise ValueError(f"{path} has no case of layers {','.join(map(str, missing))}{some}")
-            if twice := [layer for layer, count in counts.items() if count > 1]:
-                raise ValueError(f"{path} has {counts[twice[0]]} cases of layer {twice[0]}, expected one")
+            if odd := [layer for layer in layers if counts[layer] != 1]:
+                known = ",".join(map(str, sorted(counts))) or "none"
+                case = f"{counts[odd[0]]} cases of layer {odd[0]}, expected one"
+                raise ValueError(f"{path} has {case}; layers with cases, to name with --layers: {known}")
             for row in rows:
                 layer = row["layer"]
                 if layer not in layers:
@@ -316,9 +314,6 @@ def _cases(path: Path, layers: Sequence[int]) -> Iterator[tuple[GoldenCase, Tens
                 if [len(grid), *hidden.shape[:-1]] != [3, 1, math.prod(grid)] or golden.shape != hidden.shape:
                     shapes = f"{list(hidden.shape)} and {list(golden.shape)}"
                     raise ValueError(f"{path}: the case of layer {layer} has shapes {shapes} on the grid {list(grid)}")
-                for name, tensor in (("hidden", hidden), ("out", golden)):
-                    if not tensor.isfinite().all() or not tensor.count_nonzero():
-                        raise ValueError(f"{path}: blocks.{layer}.{name} is not finite, empty or 0 everywhere")
                 dense = row.get("dense", False)
                 case = GoldenCase(layer=layer, hidden=hidden, grid_thw=grid, topk=row["topk"], dense=dense)
                 yield case, golden.double()

@@ -83,8 +83,5 @@ def read_sampling_part(folder: Path) -> dict[str, Any] | None:
     part = sampling_part(values)
     if part is None or part != values:
         raise ValueError(f"{folder / SAMPLING} is not what a conversion of this project writes")
-    try:
-        channel_statistics(part)
-    except ValueError as error:
-        raise ValueError(f"{folder / SAMPLING} has {error}") from None
+    channel_statistics(part, f"{folder / SAMPLING} has ")
     return part

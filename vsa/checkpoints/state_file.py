@@ -80,10 +80,7 @@ def read_state(folder: Path) -> dict[str, Any]:
             value = one_line(state[name])
             raise ValueError(f"checkpoint {folder} is damaged: {_FILE} has {name}={value}, expected {expected}")
     if "latent_mean" in state or "latent_std" in state:
-        try:
-            channel_statistics(state)
-        except ValueError as error:
-            raise ValueError(f"checkpoint {folder} is damaged: {_FILE} has {error}") from None
+        channel_statistics(state, f"checkpoint {folder} is damaged: {_FILE} has ")
     state.pop("digest", None)
     if "config" in state:
         state["config"] = moved_targets(state["config"])

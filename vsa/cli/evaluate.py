@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -13,7 +13,12 @@ from vsa.cli.values import made_of
 
 BARS = "Fail when"
 Bound = float | None
-ANY, SHARE, CHANGE = (-1e9, 1e9), (0.0, 1.0), (-1.0, 1.0)
+SHARE, CHANGE = (0.0, 1.0), (-1.0, 1.0)
+
+
+def bar(text: str, real: tuple[float, float] = (-1e9, 1e9)) -> Any:
+    """The option of a bar, within the range of its metric: a bar outside of it would check nothing."""
+    return option(text, panel=BARS, real=real)
 
 
 def evaluate(
@@ -23,9 +28,7 @@ def evaluate(
     poll: Annotated[float, option("seconds between two checks for new checkpoints", real=(1e-3, 1e5))] = 5,
     prompt: Prompts = None,
     prompts: PromptFile = None,
-    held_out: Annotated[
-        int | None, option("draw N held-out captions too; 16 clips have a kernel distance", whole=(1, 4096))
-    ] = None,
+    held_out: Annotated[int, option("captions of held-out clips to draw, at least 16", whole=(0, 4096))] = 0,
     reference: Annotated[str, option("reference of the clips", metavar="dense|none|RUN")] = "dense",
     no_val_loss: Annotated[bool, option("skip the validation loss", "--no-val-loss")] = False,
     lpips: Annotated[Path | None, option("folder with torchvision's alexnet-*.pth")] = None,
@@ -37,26 +40,16 @@ def evaluate(
     batch_size: Annotated[int, option("clips sampled together", whole=(1, 65_536))] = 16,
     device: Device = None,
     out: Annotated[Path | None, option("output folder (RUN/evaluation)")] = None,
-    min_psnr: Annotated[
-        Bound, option("below: PSNR of all pixels against the reference, dB", panel=BARS, real=ANY)
-    ] = None,
-    min_ssim: Annotated[
-        Bound, option("below: SSIM against the reference, mean of clips", panel=BARS, real=CHANGE)
-    ] = None,
-    max_kernel_distance: Annotated[
-        Bound, option("above: kernel distance to held-out clips", panel=BARS, real=ANY)
-    ] = None,
-    max_lpips: Annotated[
-        Bound, option("above: LPIPS against the reference, mean of clips", panel=BARS, real=ANY)
-    ] = None,
-    max_val_loss: Annotated[Bound, option("above: validation loss", panel=BARS, real=ANY)] = None,
-    max_black: Annotated[Bound, option("above: share of nearly black frames", panel=BARS, real=SHARE)] = None,
-    max_uniform: Annotated[Bound, option("above: share of frames of one colour", panel=BARS, real=SHARE)] = None,
-    max_flicker: Annotated[Bound, option("above: luma change that is reversed at once", panel=BARS, real=SHARE)] = None,
-    max_flicker_excess: Annotated[
-        Bound, option("above: flicker minus the reference's", panel=BARS, real=CHANGE)
-    ] = None,
-    min_motion: Annotated[Bound, option("below: luma change between frames", panel=BARS, real=SHARE)] = None,
+    min_psnr: Annotated[Bound, bar("below: PSNR of all pixels against the reference, dB")] = None,
+    min_ssim: Annotated[Bound, bar("below: SSIM against the reference, mean of clips", CHANGE)] = None,
+    max_lpips: Annotated[Bound, bar("above: LPIPS against the reference, mean of clips")] = None,
+    max_kernel_distance: Annotated[Bound, bar("above: kernel distance to held-out clips")] = None,
+    max_val_loss: Annotated[Bound, bar("above: validation loss")] = None,
+    max_black: Annotated[Bound, bar("above: share of nearly black frames", SHARE)] = None,
+    max_uniform: Annotated[Bound, bar("above: share of frames of one colour", SHARE)] = None,
+    max_flicker: Annotated[Bound, bar("above: luma change that is reversed at once", SHARE)] = None,
+    max_flicker_excess: Annotated[Bound, bar("above: flicker minus the reference's", CHANGE)] = None,
+    min_motion: Annotated[Bound, bar("below: luma change between frames", SHARE)] = None,
 ) -> None:
     """Evaluate the checkpoints of a run in a separate process, with --follow as they are written.
 

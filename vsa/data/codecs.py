@@ -174,10 +174,8 @@ class WanVAE:
         # older configs omit the factors of Wan 2.1
         spatial = int(config.get("scale_factor_spatial") or 8)
         self.stride = (int(config.get("scale_factor_temporal") or 4), spatial, spatial)
-        try:
-            pair = channel_statistics(config, self.channels, ("latents_mean", "latents_std"))
-        except ValueError as error:
-            raise ValueError(f"{self._folder / 'config.json'} has {error}") from None
+        place = f"{self._folder / 'config.json'} has "
+        pair = channel_statistics(config, place, kind="latents", channels=self.channels)
         self._mean, self._std = (torch.tensor(values, dtype=torch.float32) for values in pair)
         self.statistics: tuple[Tensor, Tensor] | None = (self._mean, self._std)
         self.id = f"wan-vae-{'x'.join(map(str, self.stride))}-c{self.channels}"

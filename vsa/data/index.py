@@ -304,7 +304,7 @@ def _parse(content: dict[str, Any]) -> DatasetIndex:
         odd = sorted(latents.keys() ^ texts.keys())
         raise ValueError(f"{len(odd)} samples without latent or text, first {odd[0]!r}")
     null = content["null_text"]
-    mean, std = channel_statistics(content, codec.channels)
+    mean, std = channel_statistics(content, channels=codec.channels)
     return DatasetIndex(
         codec=codec,
         text_encoder=text_encoder,

@@ -40,22 +40,24 @@ def reals(name: str, values: Any, *, positive: bool = False) -> tuple[float, ...
 
 
 def channel_statistics(
-    values: Mapping[str, Any], channels: int | None = None, names: tuple[str, str] = ("latent_mean", "latent_std")
+    values: Mapping[str, Any], where: str = "", *, kind: str = "latent", channels: int | None = None
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Checked means and standard deviations of latents by channel.
 
     Args:
         values: content of a file.
+        where: beginning of the message, which names the file.
+        kind: beginning of the keys `KIND_mean` and `KIND_std`.
         channels: channels of the latents, by default those of the `latent_shapes` in the same file.
-        names: keys of the means and of the deviations.
     """
-    mean, std = (reals(name, values.get(name), positive=name == names[1]) for name in names)
+    names = f"{kind}_mean", f"{kind}_std"
+    mean, std = (reals(where + name, values.get(name), positive=name == names[1]) for name in names)
     if channels is None:
         shapes = values.get("latent_shapes") or [[len(mean)]]
         channels = shapes[0][0] if isinstance(shapes, list) and isinstance(shapes[0], list) and shapes[0] else None
     if not len(mean) == len(std) == channels:
-        expected = "must have one number for each of the latents' channels"
-        raise ValueError(f"{names[0]} and {names[1]} {expected}, {channels}, got {len(mean)} and {len(std)}")
+        got = f"{len(mean)} and {len(std)} values for {channels} channels"
+        raise ValueError(f"{where}{names[0]} and {names[1]} of other latents: {got}")
     return mean, std
 
 

@@ -24,7 +24,7 @@ from vsa.config import build
 from vsa.data.batch import VideoBatch
 from vsa.diffusion.decile_means import DecileMeans
 from vsa.evaluation.figures import draw_evaluation
-from vsa.evaluation.latent_distance import LEAST_CLIPS, against_real
+from vsa.evaluation.latent_distance import LEAST_CLIPS, against_real, refuse_few
 from vsa.evaluation.video_metrics import DATA_RANGE, black_frames, flicker, motion, psnr, ssim, uniform_frames
 from vsa.files import atomic_file, read_json, write_whole
 from vsa.objectives.flow_matching import VALIDATION_SEED, FlowMatchingLoss
@@ -289,24 +289,19 @@ def distances_to_real(
     Returns:
         the metrics, or the reason why they are missing.
     """
-    count, shape = len(latents), tuple(latents.shape[1:])
-    if count < LEAST_CLIPS:
-        return f"{count} clips are drawn and {LEAST_CLIPS} needed: --held-out {LEAST_CLIPS} draws them"
-    if broken := int((~latents.isfinite()).flatten(1).any(1).sum()):
-        return f"{broken} of {count} clips are not finite"
-    real: dict[str, Tensor] = {}
+    shape, real = latents.shape[1:], dict[str, Tensor]()
     try:
+        refuse_few(len(latents), f"clips are drawn: --held-out {LEAST_CLIPS} draws them")
         data = build(config["data"])
         data.setup()
         for batch in data.val_dataloader():
-            if tuple(batch.latents.shape[1:]) == shape and len(real) < most:
+            if batch.latents.shape[1:] == shape and len(real) < most:
                 real |= zip(batch.sample_ids, run.statistics.normalise(batch.latents), strict=True)
+        refuse_few(len(real), f"held-out clips have the shape {'x'.join(map(str, shape))}")
+        return against_real(latents, torch.stack([*real.values()][:most]))
     except (ValueError, OSError, AttributeError) as error:
-        return f"no held-out clips: {' '.join(str(error).split())}"
-    if len(real) < LEAST_CLIPS:
-        size = "x".join(map(str, shape))
-        return f"{len(real)} held-out clips of {size} are there and {LEAST_CLIPS} needed"
-    return against_real(latents, torch.stack([*real.values()][:most]))
+        # the data may be gone, which is no error for the other metrics
+        return " ".join(str(error).split())
 
 
 def split_batch(batch: VideoBatch, size: int) -> Iterator[VideoBatch]:
@@ -372,11 +367,8 @@ def write_evaluation(folder: Path, evaluation: Evaluation, checkpoint_name: str)
         writer = csv.DictWriter(file, list(dict.fromkeys(name for row in rows for name in row)), restval="")
         writer.writeheader()
         writer.writerows(rows)
-    alike = [
-        {name: value for name, value in row.items() if not str(value).startswith("missing")}
-        for row in rows
-        if row["settings"] == record["settings_digest"]
-    ]
+    alike = [row for row in rows if row["settings"] == record["settings_digest"]]
+    alike = [{k: v for k, v in row.items() if not str(v).startswith("missing")} for row in alike]
     draw_evaluation(alike, folder / "evaluation.png", title=str(folder))
 
 

@@ -214,11 +214,7 @@ def layer_heatmaps(
 SHARE_PANEL = "share of frames that are black (98% of their pixels below 10%) or uniform, of clips that are not finite"
 PANELS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("validation loss (thin: by noise level)", "loss", ("val/loss",)),
-    (
-        "kernel distance to held-out clips",
-        "distance",
-        ("kernel_distance", "kernel_distance_real", "kernel_distance_noise"),
-    ),
+    ("kernel distance to held-out clips", "distance", ("kernel_distance", "kernel_distance_real")),
     ("PSNR against the reference", "dB", ("psnr",)),
     ("SSIM against the reference", "SSIM", ("ssim",)),
     ("LPIPS against the reference", "LPIPS", ("lpips",)),

@@ -140,7 +140,7 @@ def evaluate_run(
 def _held_out_prompts(config: Mapping[str, Any], count: int) -> tuple[str, ...]:
     """The first captions of a run's held-out samples, empty without any."""
     check_targets(config)
-    data = build(config["data"])
+    data = build(config["data"]) if count else None
     if not isinstance(data, PlanDataModule):
         return ()
     data.setup()
@@ -155,7 +155,7 @@ def _settings(request: EvaluationRequest, checkpoint: Checkpoint, reference: str
     """
     config = checkpoint.config
     samples = (config.get("callbacks") or {}).get("samples") or {}
-    prompts = [*request.prompts, *(_held_out_prompts(config, request.held_out) if request.held_out else ())]
+    prompts = (*request.prompts, *_held_out_prompts(config, request.held_out))
     prompts = prompts or samples.get("prompts") or _held_out_prompts(config, HELD_OUT_PROMPTS)
     distilled = checkpoint.state.get("step_list") is not None
     own = {"steps": None, "guidance": None} if distilled else sampling_of(config)

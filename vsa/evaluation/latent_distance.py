@@ -47,27 +47,24 @@ def kernel_distance(features: Tensor, reference: Tensor, *, draws: int = 1000) -
     """
     _check_features(features, reference)
     x, y = features.double(), reference.double()
-    n, rows = len(x), torch.cat([x, y])
-    kernel = (rows @ rows.T / x.shape[1] + 1).pow(3).fill_diagonal_(0)
+    # a pair of a clip with itself counts nothing
+    within = [((z @ z.T / z.shape[1] + 1) ** 3).fill_diagonal_(0) for z in (x, y)]
+    across = (x @ y.T / x.shape[1] + 1) ** 3
 
-    def estimate(weights: Tensor) -> Tensor:
-        # [draws, N + M] how often each clip counts
-        a, b = weights[:, :n], weights[:, n:]
-        within = [
-            ((w @ k) * w).sum(1) / (w.sum(1).square() - w.square().sum(1))
-            for w, k in ((a, kernel[:n, :n]), (b, kernel[n:, n:]))
+    def estimate(*counts: Tensor) -> Tensor:
+        # [draws, N] and [draws, M]: how often each clip counts
+        totals = [count.sum(1) for count in counts]
+        means = [
+            ((count @ kernel) * count).sum(1) / (total**2 - (count**2).sum(1))
+            for count, kernel, total in zip(counts, within, totals, strict=True)
         ]
-        return within[0] + within[1] - 2 * ((a @ kernel[:n, n:]) * b).sum(1) / (a.sum(1) * b.sum(1))
+        return means[0] + means[1] - 2 * ((counts[0] @ across) * counts[1]).sum(1) / (totals[0] * totals[1])
 
     generator = torch.Generator().manual_seed(0)
-    counts = [
-        rows.new_zeros(draws, size).scatter_add_(
-            1, torch.randint(size, (draws, size), generator=generator), rows.new_ones(draws, size)
-        )
-        for size in (n, len(y))
-    ]
-    ends = estimate(torch.cat(counts, 1)).quantile(rows.new_tensor([0.025, 0.975]))
-    return KernelDistance(float(estimate(rows.new_ones(1, len(rows)))), *ends.tolist())
+    drawn = [torch.randint(len(z), (draws, len(z)), generator=generator) for z in (x, y)]
+    counts = [torch.stack([row.bincount(minlength=len(row)) for row in rows]).double() for rows in drawn]
+    low, high = estimate(*counts).quantile(x.new_tensor([0.025, 0.975])).tolist()
+    return KernelDistance(estimate(x.new_ones(1, len(x)), y.new_ones(1, len(y))).item(), low, high)
 
 
 def clip_features(latents: Tensor) -> Tensor:
@@ -101,18 +98,16 @@ def against_real(latents: Tensor, real: Tensor) -> dict[str, float]:
     """
     generator = torch.Generator().manual_seed(0)
     real = real.detach().cpu().double()
-    axes = (0, 2, 3, 4)
-    noise = torch.randn(len(latents), *real.shape[1:], generator=generator, dtype=torch.float64)
-    noise = noise * real.std(axes, keepdim=True) + real.mean(axes, keepdim=True)
+    std, mean = torch.std_mean(real, (0, 2, 3, 4), keepdim=True)
+    noise = mean + std * torch.randn(len(latents), *real.shape[1:], generator=generator, dtype=torch.float64)
     target = clip_features(real)
     halves = target[torch.randperm(len(target), generator=generator)].tensor_split(2)
-    rows = {
-        "kernel_distance": kernel_distance(clip_features(latents), target),
-        "kernel_distance_real": kernel_distance(*halves),
-        "kernel_distance_noise": kernel_distance(clip_features(noise), target),
+    pairs = {"": (clip_features(latents), target), "_real": halves, "_noise": (clip_features(noise), target)}
+    return {
+        f"kernel_distance{name}{end}": value
+        for name, pair in pairs.items()
+        for end, value in zip(("", "_low", "_high"), kernel_distance(*pair), strict=True)
     }
-    ends = ("", "_low", "_high")
-    return {f"{name}{end}": value for name, row in rows.items() for end, value in zip(ends, row, strict=True)}
 
 
 def frechet_distance(features: Tensor, reference: Tensor) -> float:
@@ -156,6 +151,12 @@ def _cells(x: Tensor) -> Tensor:
     """`[N, C, T, H, W]` averaged over at most `CELLS` cells of each axis, `[N, C * cells]`."""
     frames, height, width = (min(size, CELLS) for size in x.shape[2:])
     return F.adaptive_avg_pool3d(x, (frames, height, width)).flatten(1)
+
+
+def refuse_few(count: int, what: str) -> None:
+    """Raise ValueError for too few clips for a kernel distance."""
+    if count < LEAST_CLIPS:
+        raise ValueError(f"{count} of the needed {LEAST_CLIPS} {what}")
 
 
 def refuse_too_few(clips: int, channels: int) -> None:

@@ -73,25 +73,22 @@ def check_mask_values(mask: BlockMask, num_q: int, num_kv: int) -> None:
     index, num = mask.index, mask.kv_blocks.num
     counts, capacity = index.kv_num_blocks, index.kv_indices.shape[-1]
     full = counts if index.kv_num_full_blocks is None else index.kv_num_full_blocks
-    for name, x in (("kv_num_blocks", counts), ("kv_num_full_blocks", full)):
-        if x.numel() and (int(x.min()) < 0 or int(x.max()) > capacity):
-            raise ValueError(f"{name} must be in 0 .. {capacity}, got {int(x.min())} .. {int(x.max())}")
+    _check_range("kv_num_blocks", counts, capacity)
+    _check_range("kv_num_full_blocks", full, capacity)
     if bool((full > counts).any()):
         raise ValueError("kv_num_full_blocks must not exceed kv_num_blocks in any row")
     if counts.numel():
-        least, most = int(counts.min()), int(counts.max())
-        for name, value, range_ in (
-            ("max_blocks", index.max_blocks, (most, capacity)),
-            ("min_blocks", index.min_blocks, (0, least)),
-        ):
-            if value is not None and not range_[0] <= value <= range_[1]:
-                bounds = f"{range_[0]} .. {range_[1]}, as kv_num_blocks runs from {least} to {most}"
-                raise ValueError(f"{name} must be in {bounds}, got {value}")
+        least, most = (int(x) for x in counts.aminmax())
+        bounds = (("max_blocks", index.max_blocks, most, capacity), ("min_blocks", index.min_blocks, 0, least))
+        for name, value, low, high in bounds:
+            if value is not None and not low <= value <= high:
+                known = f"as kv_num_blocks runs from {least} to {most}"
+                raise ValueError(f"{name} must be in {low} .. {high}, {known}, got {value}")
     slot = torch.arange(capacity, device=counts.device)
     in_list = slot < counts[..., None]
-    entries = index.kv_indices[in_list]
-    if entries.numel() and (int(entries.min()) < 0 or int(entries.max()) >= num):
-        raise ValueError(f"kv_indices must be in 0 .. {num - 1}, got {int(entries.min())} .. {int(entries.max())}")
+    _check_range("kv_indices", index.kv_indices[in_list], num - 1)
+    if index.mask_ids is not None and index.mask_bits is not None:
+        _check_range("mask_ids", index.mask_ids[in_list & (slot >= full[..., None])], len(index.mask_bits) - 1)
     # the first masked entry starts a new ascending run
     follows = in_list[..., 1:] & (slot[1:] != full[..., None])
     falls = follows & (index.kv_indices[..., 1:] <= index.kv_indices[..., :-1])
@@ -99,10 +96,10 @@ def check_mask_values(mask: BlockMask, num_q: int, num_kv: int) -> None:
         b, h, n, j = (int(x) for x in falls.nonzero()[0])
         pair = index.kv_indices[b, h, n, j : j + 2].tolist()
         raise ValueError(f"kv_indices must ascend in a row, got {pair[0]} then {pair[1]} in row {[b, h, n]}")
-    if index.mask_ids is not None and index.mask_bits is not None:
-        ids = index.mask_ids[in_list & (slot >= full[..., None])]
-        if ids.numel() and (int(ids.min()) < 0 or int(ids.max()) >= len(index.mask_bits)):
-            most = len(index.mask_bits) - 1
-            raise ValueError(f"mask_ids must be in 0 .. {most}, got {int(ids.min())} .. {int(ids.max())}")
     if mask.kv_valid is not None and bool(((mask.kv_valid < 0) | (mask.kv_valid > mask.kv_blocks.sizes)).any()):
         raise ValueError("kv_valid must be between 0 and the size of its block")
+
+
+def _check_range(name: str, values: Tensor, most: int) -> None:
+    if values.numel() and (int(values.min()) < 0 or int(values.max()) > most):
+        raise ValueError(f"{name} must be in 0 .. {most}, got {int(values.min())} .. {int(values.max())}")
