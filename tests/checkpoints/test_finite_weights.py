@@ -69,7 +69,7 @@ def test_exports_are_refused_too_and_a_dtype_that_is_too_small(tmp_path, command
     for to in ("diffusers", "run"):
         narrow = ("convert", str(path.parent), str(tmp_path / "narrow"), "--dtype", "float16", "--to", to)
         status, _, err = command_line(*narrow)
-        assert (status, f"in torch.float16: 1 values of {NAME} are NaN or infinite" in err) == (1, True), err
+        assert (status, f"float16: 1 values of {NAME} are NaN or infinite" in err) == (1, True), err
         assert not (tmp_path / "narrow").exists()
 
 

@@ -206,11 +206,8 @@ def convert(source: WeightSource, out: Path, options: Conversion, *, like: str |
         refuse_for_fastvideo(sparse)
     dtype = None if options.dtype is None else getattr(torch, options.dtype)
     if options.to == "run":
-        tensors = dict(source)
-        if dtype is not None:
-            tensors = {
-                name: finite(value.to(dtype), name, f"the weights in {dtype}") for name, value in tensors.items()
-            }
+        what = f"the weights in {options.dtype}"
+        tensors = {name: finite(value.to(dtype or value.dtype), name, what) for name, value in source.items()}
         write_run(out, tensors, arguments, sparse, steps, sampling)
     else:
 

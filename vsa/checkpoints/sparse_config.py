@@ -100,7 +100,7 @@ class SparseAttentionConfig:
         guidance_form: standard, `uncond + scale * (cond - uncond)`, or additive, `cond + scale * (cond - uncond)`.
         guidance_scale: recommended scale; None if unknown.
         golden: file with golden inputs and outputs; None without.
-        golden_tolerance: largest relative error against them.
+        golden_tolerance: largest relative error against them; 0.02 is the rounding of bfloat16.
 
     Raises:
         ValueError: names an invalid value.
@@ -128,7 +128,7 @@ class SparseAttentionConfig:
     guidance_form: Literal["standard", "additive"] = "standard"
     guidance_scale: float | None = None
     golden: str | None = None
-    golden_tolerance: float | None = None
+    golden_tolerance: Annotated[float, Bound(">", 0), Bound("<=", 0.02)] | None = None
 
     def __post_init__(self) -> None:
         if self.tile_thw is not None:

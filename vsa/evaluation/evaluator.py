@@ -50,12 +50,8 @@ CLIP_METRICS: Mapping[str, Callable[[Tensor], float]] = {
 """Metrics of single clips."""
 
 SHEET_CLIPS = 8
-_RECORD = {
-    "step": Count,
-    "settings_digest": str,
-    "metrics": dict[str, float | Literal["inf", "-inf", "nan"]],
-    "missing?": dict[str, str],
-}
+_METRICS = dict[str, float | Literal["inf", "-inf", "nan"]]
+_RECORD = {"step": Count, "settings_digest": str, "metrics": _METRICS, "missing?": dict[str, str]}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,7 +160,7 @@ class Evaluator:
         if reference is not None:
             # over all pixels, because a clip that equals its reference would make the mean over clips infinite
             metrics["psnr"] = psnr(videos, reference)
-        distances = distances_to_real(run, checkpoint.config, latents, most=s.real)
+        distances = distances_to_real(run, checkpoint.config, latents, s.real)
         metrics |= {} if isinstance(distances, str) else distances
         record = {
             "step": run.step,
@@ -275,9 +271,7 @@ def validation_loss(run: LoadedRun, state: Mapping[str, Any], *, batch_size: int
     return means.metrics("val/loss")
 
 
-def distances_to_real(
-    run: LoadedRun, config: Mapping[str, Any], latents: Tensor, *, most: int
-) -> Mapping[str, float] | str:
+def distances_to_real(run: LoadedRun, config: Mapping[str, Any], latents: Tensor, most: int) -> dict[str, float] | str:
     """The metrics of `vsa.evaluation.latent_distance.against_real` for the held-out clips of a run.
 
     Args:

@@ -29,18 +29,7 @@ from vsa.evaluation.video_metrics import load_lpips
 from vsa.files import own_folder
 from vsa.sampling.pipeline import LoadedRun, load_run
 
-SHOWN = (
-    "val/loss",
-    "psnr",
-    "ssim",
-    "lpips",
-    "black",
-    "uniform",
-    "motion",
-    "flicker",
-    "flicker_excess",
-    "kernel_distance",
-)
+SHOWN = ("val/loss", "psnr", "ssim", "lpips", "black", "uniform", "motion", "flicker", "flicker_excess")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,8 +207,10 @@ def _judge(record: Mapping[str, Any], bars: Sequence[Bar]) -> list[str]:
     missing = record.get("missing", {})
     summary = ", ".join(f"{name} {float(metrics[name]):.5g}" for name in SHOWN if name in metrics)
     if "kernel_distance" in metrics:
-        low, high, real, noise = (float(metrics[f"kernel_distance_{x}"]) for x in ("low", "high", "real", "noise"))
-        summary += f" (95% {low:.3g} to {high:.3g}; between real clips {real:.3g}, of noise {noise:.3g})"
+        value, low, high, real, noise = (
+            float(metrics[f"kernel_distance{x}"]) for x in ("", "_low", "_high", "_real", "_noise")
+        )
+        summary += f", kernel_distance {value:.5g} (95% {low:.3g} to {high:.3g}; real {real:.3g}, noise {noise:.3g})"
         # clips like noise are no clips, whatever bars were asked for
         bars = [*bars, Bar(metric="kernel_distance", bound=noise / 2, least=False)]
     summary += "".join(f", {name} missing ({reason})" for name, reason in missing.items())

@@ -6,8 +6,6 @@ N clips, C T H W latent channels, frames and size, F features.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -21,15 +19,7 @@ LEAST_CLIPS = 16
 """Smallest number of clips on each side for a kernel distance."""
 
 
-class KernelDistance(NamedTuple):
-    """A squared distance with its interval of 95% over other clips of the same two kinds."""
-
-    value: float
-    low: float
-    high: float
-
-
-def kernel_distance(features: Tensor, reference: Tensor, *, draws: int = 1000) -> KernelDistance:
+def kernel_distance(features: Tensor, reference: Tensor, *, draws: int = 1000) -> tuple[float, float, float]:
     """Unbiased squared maximum mean discrepancy of two sets, with the kernel k(a, b) = (a b / F + 1)^3.
 
     With N features x and M features y it is the U-statistic, in float64,
@@ -44,6 +34,9 @@ def kernel_distance(features: Tensor, reference: Tensor, *, draws: int = 1000) -
         features: `[N, F]`.
         reference: `[M, F]`.
         draws: number of bootstrap draws.
+
+    Returns:
+        The distance, and the ends of its interval of 95% over other clips of the same two kinds.
     """
     _check_features(features, reference)
     x, y = features.double(), reference.double()
@@ -64,7 +57,7 @@ def kernel_distance(features: Tensor, reference: Tensor, *, draws: int = 1000) -
     drawn = [torch.randint(len(z), (draws, len(z)), generator=generator) for z in (x, y)]
     counts = [torch.stack([row.bincount(minlength=len(row)) for row in rows]).double() for rows in drawn]
     low, high = estimate(*counts).quantile(x.new_tensor([0.025, 0.975])).tolist()
-    return KernelDistance(estimate(x.new_ones(1, len(x)), y.new_ones(1, len(y))).item(), low, high)
+    return estimate(x.new_ones(1, len(x)), y.new_ones(1, len(y))).item(), low, high
 
 
 def clip_features(latents: Tensor) -> Tensor:
@@ -122,18 +115,16 @@ def frechet_distance(features: Tensor, reference: Tensor) -> float:
         reference: `[M, F]`.
     """
     _check_features(features, reference)
-    means, covariances, roots = [], [], []
+    fits = []
     for rows in (features.double(), reference.double()):
         mean = rows.mean(0)
         covariance = (rows - mean).T @ (rows - mean) / (len(rows) - 1)
         values, vectors = torch.linalg.eigh(covariance)
-        means.append(mean)
-        covariances.append(covariance)
         # rounding can make zero eigenvalues negative
-        roots.append((vectors * values.clamp_min(0).sqrt()) @ vectors.T)
-    cross = torch.linalg.svdvals(roots[0] @ roots[1]).sum()
-    spread = covariances[0].trace() + covariances[1].trace() - 2 * cross
-    return float(((means[0] - means[1]).square().sum() + spread).clamp_min(0))
+        fits.append((mean, covariance, (vectors * values.clamp_min(0).sqrt()) @ vectors.T))
+    (m, a, root_a), (n, b, root_b) = fits
+    spread = a.trace() + b.trace() - 2 * torch.linalg.svdvals(root_a @ root_b).sum()
+    return float(((m - n).square().sum() + spread).clamp_min(0))
 
 
 def _check_features(*sets: Tensor) -> None:
