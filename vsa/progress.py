@@ -1,25 +1,46 @@
-"""Progress bar of long operations."""
+"""Progress of long operations: a bar on a terminal, lines in a log."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
+from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+SECONDS = 15.0
+"""Least time between two lines where standard error is no terminal."""
 
 
 @contextmanager
-def progress_bar(title: str, total: int, *, done: int = 0, **options: Any) -> Iterator[Callable[[int], None]]:
-    """A progress bar on the terminal; yields a function that advances it by a count.
+def progress_bar(
+    title: str, total: int, *, done: int = 0, transient: bool = False, disable: bool = False
+) -> Iterator[Callable[[int], None]]:
+    """Show progress on standard error; yields a function that advances it by a count.
 
     Args:
         title: text beside the bar.
         total: count at the end.
         done: count at the start.
-        options: options of rich's `Progress`.
+        transient: remove the bar at the end.
+        disable: show nothing.
     """
-    columns = (TextColumn(title), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, **options) as bar:
-        task = bar.add_task(title, total=total, completed=done)
-        yield lambda count: bar.advance(task, count)
+    console = Console(stderr=True)
+    if console.is_terminal or disable:
+        columns = (TextColumn(title), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        with Progress(*columns, console=console, transient=transient, disable=disable) as bar:
+            task = bar.add_task(title, total=total, completed=done)
+            yield lambda count: bar.advance(task, count)
+        return
+    said = time.monotonic()
+
+    def advance(count: int) -> None:
+        nonlocal done, said
+        done += count
+        if time.monotonic() - said >= SECONDS:
+            said = time.monotonic()
+            console.print(f"{title}: {done} of {total}", markup=False, soft_wrap=True)
+
+    console.print(f"{title}: {done} of {total}", markup=False, soft_wrap=True)
+    yield advance

@@ -345,3 +345,17 @@ def test_all_bad_is_an_error_even_when_skipping(tmp_path: Path) -> None:
     (tmp_path / "v" / "a.txt").write_text("a")
     with pytest.raises(ValueError, match="none of the 1 videos"):
         encode(tmp_path / "v", tmp_path / "out", skip_bad=True)
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_a_clip_is_decoded(tmp_path, monkeypatch):
+    videos = tmp_path / "videos"
+    videos.mkdir()
+    (videos / "a.mp4").write_bytes(b"never read")
+
+    def touched(*_, **__):
+        raise AssertionError("a file was looked at")
+
+    monkeypatch.setattr("vsa.data.encode._media_files", touched)
+    out = Path("/proc/shards")
+    with pytest.raises(ValueError, match="cannot write to /proc/shards: /proc is not a writable folder"):
+        encode_folder(videos, out, codec=HaarCodec(), text_encoder=HashedNgramEncoder())

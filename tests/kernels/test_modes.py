@@ -130,8 +130,12 @@ TRANSFORMS = {
 def test_a_tangent_is_refused(op, transform, device):
     """A registered op drops it: the output would count as a constant."""
     q, *rest = inputs_of(device)
-    with pytest.raises(ValueError, match="the ops of vsa_kernels have no forward-mode derivative"):
+    with pytest.raises(ValueError, match="the ops of vsa_kernels have no forward-mode derivative") as error:
         TRANSFORMS[transform](lambda x: scalar(op)(x, *rest), q)
+    # what the message recommends works, and nothing else is recommended
+    assert str(error.value).endswith(": use reverse mode, backward() or torch.autograd.grad")
+    torch.autograd.grad(scalar(op)(q.requires_grad_(), *rest), q)
+    q.requires_grad_(False)
     if op not in (pool, rotate, widen, norm_sum):
         with pytest.raises(ValueError, match="forward-mode"):
             TRANSFORMS[transform](lambda x: scalar(op)(q, rest[0], x, *rest[2:]), rest[1])

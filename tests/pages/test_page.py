@@ -58,3 +58,21 @@ def test_a_click_on_a_heading_sorts_the_table(tmp_path: Path):
     assert match, process.stderr[-2000:]
     # what is no number comes last both ways; thousands and millions count as such; what stands below counts nothing
     assert json.loads(match[1]) == ["abdc", "dbac", "bdca", "cdba", "abcd", "dcba"]
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "labels"), [(1, 3, None), (1e-3, 0.9, 9), (0.01, 9, 9), (1e-4, 1e3, 8), (1e-9, 1e9, 9)]
+)
+def test_labels_of_a_logarithmic_axis_are_few(low, high, labels):
+    values = np.geomspace(low, high, 5)
+    series = Series(name="a", x=values, y=values)
+    axis = plotly_panel(Panel(x_label="x", y_label="y", series=[series], x_log=True), 10)["x"]
+    decades = np.log10(high / low)
+    if labels is None:
+        # a short one is like a linear one
+        assert "dtick" not in axis
+    else:
+        # plotly's D2 labels 1, 2 and 5, a number every power of ten to it
+        each = decades * 3 if axis["dtick"] == "D2" else decades / axis["dtick"]
+        assert each < labels
+    assert "dtick" not in plotly_panel(Panel(x_label="x", y_label="y", series=[series]), 10)["x"]

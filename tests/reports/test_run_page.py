@@ -6,11 +6,14 @@ import html
 import json
 import re
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
+import numpy as np
 import pytest
 
 import vsa.reports.report as report_module
+import vsa.reports.run_page as run_page
 from tests.reports.fake_runs import write_run
 from tests.reports.test_report import EVIL, Page
 from vsa.checkpoints.run_folder import locked
@@ -49,6 +52,13 @@ def table_of(text: str, title: str) -> list[list[str]]:
     assert section, title
     rows = re.findall(r"<tr.*?>(.*?)</tr>", section[1], re.DOTALL)
     return [[re.sub(r"<.*?>", " ", cell).strip() for cell in re.findall(r"<td.*?>(.*?)</td>", row)] for row in rows]
+
+
+@pytest.mark.parametrize(("rows", "told"), [(1, "validation 0.58"), (2, "validation 0.58 to 0.5")])
+def test_one_value_is_no_range(rows, told):
+    curve = (np.arange(rows), np.array([0.58, 0.5])[:rows])
+    run = SimpleNamespace(distilled=False, train=(np.array([]), np.array([])), val=curve)
+    assert run_page._first_and_last(cast(Any, run)) == told
 
 
 def test_a_run_has_a_page_of_its_own(tmp_path: Path):

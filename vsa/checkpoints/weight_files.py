@@ -19,6 +19,7 @@ from torch import Tensor
 
 from vsa import files
 from vsa.checkpoints.sparse_config import SPARSE_CONFIG
+from vsa.errors import refuse_unwritable
 from vsa.files import inner_name
 from vsa.models.sharding import fill
 from vsa.settings import Count
@@ -276,6 +277,8 @@ def refuse_existing(folder: Path) -> None:
         dist.broadcast_object_list(exists, src=0)
     if exists[0]:
         raise ValueError(f"{folder} already exists")
+    if not dist.is_initialized():
+        refuse_unwritable(folder)
 
 
 def write_weights(folder: Path, sizes: Mapping[str, int], values: Iterator[Tensor], max_shard_bytes: int) -> None:

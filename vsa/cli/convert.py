@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from typer import Argument
 
-from vsa.cli.options import Group, Precision, option
+from vsa.cli.options import MANY, Group, Precision, option
 from vsa.cli.values import made_of, numbers
 
 GATES, SAMPLING = "Budget of gates without settings (FastVideo)", "Sampling settings to record"
@@ -19,18 +19,20 @@ def convert(
     to: Annotated[Literal["diffusers", "wan", "fastvideo", "run"], option("layout of OUT")] = "diffusers",
     weights: Annotated[Group | None, option("weights of a run: averaged (if any) or trained")] = None,
     dtype: Annotated[Precision | None, option("dtype of the written tensors (as the source)")] = None,
-    max_shard_gb: Annotated[float, option("largest size of a file, GB")] = 5.0,
+    max_shard_gb: Annotated[float, option("largest size of a file, GB", real=(1e-6, 1e6))] = 5.0,
     like: Annotated[str | None, option("run whose codec and text encoder to use", metavar="RUN")] = None,
     golden: Annotated[bool, option("write golden tensors with sparse weights", "--golden/--no-golden")] = True,
     golden_layers: Annotated[str | None, option("layers with golden tensors (all)", metavar="N,N,...")] = None,
-    topk: Annotated[int | None, option("kv tiles per query tile", panel=GATES)] = None,
-    sparsity: Annotated[float | None, option("share of tiles skipped", panel=GATES)] = None,
+    topk: Annotated[int | None, option("kv tiles per query tile", panel=GATES, whole=(1, MANY))] = None,
+    sparsity: Annotated[float | None, option("share of tiles skipped", panel=GATES, real=(0, 1))] = None,
     grid: Annotated[
-        tuple[int, int, int] | None, option("token grid of the training", panel=GATES, metavar="T H W")
+        tuple[int, int, int] | None, option("token grid of the training", panel=GATES, whole=(1, 4096), metavar="T H W")
     ] = None,
-    flow_shift: Annotated[float | None, option("flow shift of the sampler", panel=SAMPLING)] = None,
-    dense_steps: Annotated[int | None, option("first denoising steps that keep all tiles", panel=SAMPLING)] = None,
-    guidance: Annotated[float | None, option("recommended guidance scale", panel=SAMPLING)] = None,
+    flow_shift: Annotated[float | None, option("flow shift of the sampler", panel=SAMPLING, real=(1e-3, 1e3))] = None,
+    dense_steps: Annotated[
+        int | None, option("first denoising steps that keep all tiles", panel=SAMPLING, whole=(0, MANY))
+    ] = None,
+    guidance: Annotated[float | None, option("recommended guidance scale", panel=SAMPLING, real=(-100, 100))] = None,
     guidance_form: Annotated[
         Literal["standard", "additive"] | None, option("form of the guidance scale", panel=SAMPLING)
     ] = None,

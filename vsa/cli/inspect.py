@@ -28,7 +28,7 @@ def inspect(
     topk: Annotated[int | None, option("tiles per query tile (as trained)", panel=LOOK, whole=(1, MANY))] = None,
     sparsity: Annotated[float | None, option("share of tiles skipped", panel=LOOK, real=(0, 1))] = None,
     tokens: Annotated[int, option("query tokens that recall is measured with", panel=LOOK, whole=(1, MANY))] = 256,
-    seed: Annotated[int, option("of the noise", panel=LOOK)] = 0,
+    seed: Annotated[int, option("of the noise", panel=LOOK, whole=(0, MANY))] = 0,
     weights: Annotated[opt.Group | None, option("of a run: averaged or trained", panel=LOOK)] = None,
     pipeline: Annotated[str | None, option("Wan pipeline with an export's VAE and text encoder", panel=LOOK)] = None,
     device: opt.Device = None,

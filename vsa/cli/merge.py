@@ -7,6 +7,7 @@ from typing import Annotated
 
 from typer import Argument, Option
 
+from vsa.cli.options import option
 from vsa.cli.values import numbers
 
 
@@ -15,8 +16,8 @@ def merge(
     out: Annotated[Path, Argument(help="output folder, must not exist")],
     sparse: Annotated[str, Option(metavar="SOURCE", help="the base adapted to sparse attention")],
     few_step: Annotated[str, Option(metavar="SOURCE", help="the base distilled to few steps, dense")],
-    sparse_weight: Annotated[float, Option(metavar="A", help="factor on sparse - base")] = 1.0,
-    few_step_weight: Annotated[float, Option(metavar="B", help="factor on few_step - base")] = 1.0,
+    sparse_weight: Annotated[float, option("factor on sparse - base", real=(-100, 100), metavar="A")] = 1.0,
+    few_step_weight: Annotated[float, option("factor on few_step - base", real=(-100, 100), metavar="B")] = 1.0,
     step_list: Annotated[
         str | None, Option(metavar="T,T,...", help="timesteps of --few-step weights without a step list")
     ] = None,

@@ -6,6 +6,8 @@ from typing import Annotated
 
 import typer
 
+from vsa.cli.options import option
+
 # flags of Hydra pass through
 CONTEXT_SETTINGS = {"ignore_unknown_options": True}
 
@@ -15,10 +17,10 @@ def plan(
         list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="settings of the run, as for vsa train")
     ] = None,
     gpu: Annotated[str, typer.Option(help="kind of GPU")] = "H200",
-    memory: Annotated[float | None, typer.Option(help="GiB of one GPU; default: the kind's")] = None,
+    memory: Annotated[float | None, option("GiB of one GPU; default: the kind's", real=(0.01, 1e5))] = None,
     grid: Annotated[
         tuple[int, int, int] | None,
-        typer.Option(help="tokens along time, height, width; default: those of the data", metavar="T H W"),
+        option("tokens along time, height, width; default: those of the data", whole=(1, 4096), metavar="T H W"),
     ] = None,
 ) -> None:
     """Estimate a run's memory by part, step time by part, largest micro-batch and cost, before a GPU is rented.

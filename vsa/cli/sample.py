@@ -19,7 +19,7 @@ def sample(
     prompt: opt.Prompts = None,
     prompts: opt.PromptFile = None,
     out: Annotated[Path | None, option("new output folder (RUN/samples, or samples-2, ...; pipeline: samples)")] = None,
-    seed: Annotated[int | None, option("seed of the noise (0)")] = None,
+    seed: Annotated[int | None, option("seed of the noise (0)", whole=(0, MANY))] = None,
     steps: opt.Steps = None,
     guidance: opt.Guidance = None,
     flow_shift: opt.Shift = None,

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from vsa.cli.options import option
+from vsa.cli.options import MANY, option
 from vsa.cli.values import made_of
 
 
@@ -18,7 +18,7 @@ def toy(
         tuple[int, int, int] | None,
         option("size of a clip (16 128 128)", whole=(1, 8192), metavar="FRAMES HEIGHT WIDTH"),
     ] = None,
-    seed: Annotated[int | None, option("seed of the set (0)")] = None,
+    seed: Annotated[int | None, option("seed of the set (0)", whole=(0, MANY))] = None,
     fps: Annotated[int | None, option("frame rate (8)", whole=(1, 240))] = None,
 ) -> None:
     """Render captioned toy clips of moving shapes as mp4 files.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any, TypeVar, get_type_hints
@@ -13,7 +14,10 @@ Made = TypeVar("Made")
 def numbers(option: str, text: str | None, kind: type[Number]) -> list[Number] | None:
     """The numbers of a list written as one value, `1000,757,522`; None without the option."""
     try:
-        return None if text is None else [kind(part) for part in text.split(",")]
+        values = None if text is None else [kind(part) for part in text.split(",")]
+        if values is not None and not all(map(math.isfinite, values)):
+            raise ValueError
+        return values
     except ValueError:
         raise ValueError(f"{option}: expected {kind.__name__} values with commas between them, got {text}") from None
 
@@ -53,7 +57,10 @@ PLAN = ("dense_layers", "dense_steps", *_ROWS, "refresh", "shared_cache")
 
 
 def plan_options(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of a `DenoisingPlan` from the values of a command line."""
+    """Options of a `DenoisingPlan` from the values of a command line; ValueError names them as they are typed."""
+    from vsa.attention.denoising import DenoisingPlan
+    from vsa.settings import describe, fits, hints_of
+
     options = dict(given)
     for name in options.keys() & _ROWS.keys():
         options[name] = rows(f"--{name.replace('_', '-')}", options[name], *_ROWS[name])
@@ -62,5 +69,9 @@ def plan_options(given: Mapping[str, Any]) -> dict[str, Any]:
     if "refresh" in options:
         by_step = ":" in options["refresh"]
         steps = rows("--refresh", options["refresh"], *((int, int) if by_step else (int,)))
-        options["refresh"] = steps if by_step else steps[0][0]
+        options["refresh"] = steps if by_step or len(steps) > 1 else steps[0][0]
+    hints = hints_of(DenoisingPlan)
+    for name, value in options.items():
+        if not fits(value, hints[name]):
+            raise ValueError(f"--{name.replace('_', '-')} {given[name]}: expected {describe(hints[name])}")
     return options

@@ -312,7 +312,9 @@ def _describe_notes(notes: Sequence[tuple[str, Any]]) -> list[str]:
     lines = []
     enlarged = [value for kind, value in notes if kind == "enlarged"]
     if enlarged:
-        lines.append(f"enlarged, because the file has fewer pixels: {len(enlarged)}, up to {max(enlarged):.3g} times")
+        lines.append(
+            f"enlarged, because the file has fewer pixels: {len(enlarged)}, up to {round(max(enlarged), 1):,g} times"
+        )
     cropped = Counter(value for kind, value in notes if kind == "cropped")
     if cropped:
         shapes = [f"{count} from {shape}" for shape, count in cropped.most_common(_LISTED_SHAPES)]

@@ -21,6 +21,7 @@ from typing import Any
 
 from vsa.data.index import INDEX_NAME, DatasetIndex, Span, pooled_statistics
 from vsa.data.own_files import listed_shards, remove_dataset, shard_files
+from vsa.errors import refuse_unwritable
 from vsa.files import read_json, write_whole
 from vsa.progress import progress_bar
 from vsa.settings import Count
@@ -88,6 +89,7 @@ def check_target(root: str | Path, *, overwrite: bool) -> None:
         foreign = [path for path in shard_files(root) if path.name not in own]
     if foreign:
         raise ValueError(f"{min(foreign)} is not part of a data set in {root}: choose another folder, or move it")
+    refuse_unwritable(root)
 
 
 def pending_parts(

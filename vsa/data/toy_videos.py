@@ -21,6 +21,7 @@ from torch import Tensor
 
 from vsa.data.toy_shapes import measure_shape
 from vsa.data.video_files import write_video
+from vsa.errors import refuse_unwritable
 from vsa.files import read_json, write_whole
 from vsa.settings import AtLeastOne, Seed, checked
 
@@ -124,6 +125,7 @@ def write_toy_videos(clips: ToyClips, folder: str | Path, *, progress: bool = Tr
         progress: show a progress bar.
     """
     folder = Path(folder)
+    refuse_unwritable(folder)
     for old in _own_files(folder):
         old.unlink()
     # written before the first clip: it marks files of an interrupted call as replaceable

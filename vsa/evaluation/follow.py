@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from safetensors import SafetensorError
 
 from vsa.checkpoints.run_checkpoint import Checkpoint, list_checkpoints, read_checkpoint, resolve_checkpoint
@@ -17,6 +15,7 @@ from vsa.checkpoints.sampling_settings import sampling_of
 from vsa.config import build, check_targets
 from vsa.data.datamodule import PlanDataModule
 from vsa.data.prompts import HELD_OUT_PROMPTS
+from vsa.errors import refuse_unwritable
 from vsa.evaluation.bars import Bar
 from vsa.evaluation.evaluator import (
     EvaluationSettings,
@@ -27,6 +26,7 @@ from vsa.evaluation.evaluator import (
 )
 from vsa.evaluation.video_metrics import load_lpips
 from vsa.files import own_folder
+from vsa.progress import progress_bar
 from vsa.sampling.pipeline import LoadedRun, load_run
 
 SHOWN = ("val/loss", "psnr", "ssim", "lpips", "black", "uniform", "motion", "flicker", "flicker_excess")
@@ -90,6 +90,7 @@ def evaluate_run(
         One line for each bar that the newest checkpoint misses.
     """
     folder, out = run_dir / "checkpoints", out or own_folder(run_dir / "evaluation")
+    refuse_unwritable(out)
     if not folder.is_dir() and not (follow and (run_dir / "config.yaml").is_file()):
         raise ValueError(f"{run_dir} is not a run folder: missing checkpoints")
     if request.lpips is not None and request.reference == "none":
@@ -192,11 +193,8 @@ def _load_reference(request: EvaluationRequest) -> tuple[str, LoadedRun | None]:
 
 def _measure(evaluator: Evaluator, run: LoadedRun, checkpoint: Checkpoint, out: Path) -> Mapping[str, Any]:
     """Evaluate a checkpoint with a progress bar and write the results."""
-    columns = (TextColumn(f"step {run.step}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    console = Console()
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("sampling", total=evaluator.clip_steps(run))
-        evaluation = evaluator(run, checkpoint, lambda clips: bar.advance(task, clips))
+    with progress_bar(f"evaluating step {run.step}", evaluator.clip_steps(run), transient=True) as advance:
+        evaluation = evaluator(run, checkpoint, advance)
     write_evaluation(out, evaluation, checkpoint.path.name)
     return evaluation.record
 

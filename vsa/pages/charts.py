@@ -141,7 +141,7 @@ def draw_panel(panel: Panel | Heat, path: Path, *, title: str) -> Path:
             (axes.xaxis, panel.x_log, [series.x for series in panel.series]),
             (axes.yaxis, panel.y_log, [series.y for series in panel.series]),
         ):
-            positive = np.concatenate([each[np.isfinite(each) & (each > 0)] for each in values] or [np.array([])])
+            positive = _positive(values)
             if log and len(positive):
                 getattr(axes, f"set_{axis.axis_name}scale")("log")
                 log_axis(axis, positive.min(), positive.max())
@@ -228,6 +228,9 @@ def plotly_panel(panel: Panel | Heat, points: int) -> dict[str, Any]:
         return {"traces": [trace], **axes}
     for axis, log in (("x", panel.x_log), ("y", panel.y_log)):
         axes[axis] |= {"type": "log" if log else "linear"}
+        positive = _positive([getattr(series, axis) for series in panel.series])
+        if log and len(positive):
+            axes[axis] |= _log_ticks(math.log10(positive.max() / positive.min()))
     if panel.y_zero:
         axes["y"] |= {"rangemode": "tozero"}
     traces = [
@@ -236,6 +239,15 @@ def plotly_panel(panel: Panel | Heat, points: int) -> dict[str, Any]:
         for trace in _traces(series, points, visible=place < panel.visible)
     ]
     return {"traces": traces, **axes}
+
+
+def _positive(values: Sequence[np.ndarray]) -> np.ndarray:
+    return np.concatenate([each[np.isfinite(each) & (each > 0)] for each in values] or [np.array([])])
+
+
+def _log_ticks(decades: float) -> dict[str, Any]:
+    """Distance of labelled ticks, where those that plotly chooses would overlap: 1, 2, 5, or whole powers of ten."""
+    return {} if decades < 0.6 else {"dtick": "D2" if decades < 3 else math.ceil(decades / 8)}
 
 
 def _traces(series: Series, points: int, *, visible: bool) -> list[dict[str, Any]]:

@@ -133,7 +133,8 @@ def _first_and_last(run: Run) -> str:
     parts = []
     for name, (_, values) in (("training", run.train), (what, run.val)):
         if len(values):
-            parts.append(f"{name} {number(float(values[0]), 4)} to {number(float(values[-1]), 4)}")
+            ends = dict.fromkeys(number(float(value), 4) for value in (values[0], values[-1]))
+            parts.append(f"{name} {' to '.join(ends)}")
     return ", ".join(parts)
 
 

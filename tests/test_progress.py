@@ -1,0 +1,26 @@
+"""Progress where no terminal is: lines on standard error, not too many."""
+
+from __future__ import annotations
+
+import vsa.progress as progress_module
+from vsa.progress import progress_bar
+
+
+def test_a_log_gets_a_line_at_the_start_and_then_now_and_then(capsys, monkeypatch):
+    clock = iter([0.0, 1.0, 20.0, 20.0, 21.0])
+    monkeypatch.setattr(progress_module.time, "monotonic", lambda: next(clock))
+    with progress_bar("counting", 9, done=2) as advance:
+        assert capsys.readouterr().err == "counting: 2 of 9\n"
+        advance(1)
+        assert capsys.readouterr().err == ""
+        advance(3)
+        assert capsys.readouterr().err == "counting: 6 of 9\n"
+        advance(1)
+    out, err = capsys.readouterr()
+    assert (out, err) == ("", "")
+
+
+def test_nothing_is_shown_where_nothing_is_asked_for(capsys):
+    with progress_bar("counting", 9, disable=True) as advance:
+        advance(9)
+    assert capsys.readouterr() == ("", "")
