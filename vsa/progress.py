@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 SECONDS = 15.0
-"""Least time between two lines where standard error is no terminal."""
+"""Time without a line where standard error is no terminal."""
 
 
 @contextmanager
@@ -42,5 +42,4 @@ def progress_bar(
             said = time.monotonic()
             console.print(f"{title}: {done} of {total}", markup=False, soft_wrap=True)
 
-    console.print(f"{title}: {done} of {total}", markup=False, soft_wrap=True)
     yield advance
