@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import struct
 import zlib
 from pathlib import Path
@@ -203,3 +204,11 @@ def test_atomic_file_keeps_the_old_content_on_an_error(tmp_path: Path) -> None:
         fail()
     assert target.read_text() == "old"
     assert [p.name for p in target.parent.iterdir()] == ["a.txt"]
+
+
+@pytest.mark.parametrize("name", ["pipe.png", "pipe.mp4"])
+def test_a_pipe_is_no_picture_and_no_video(name: str, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / name)
+    # opening it would wait for its other end
+    with pytest.raises(ValueError, match=rf"no such (image|video): .*{name}"):
+        probe_video(tmp_path / name)

@@ -194,6 +194,8 @@ def _moving(path: Path) -> int:
 @contextlib.contextmanager
 def _opened_image(path: Path) -> Iterator[Image.Image]:
     """An image file whose pixels are not read yet; errors of the block name the file too."""
+    if not path.is_file():
+        raise ValueError(f"no such image: {path}")
     try:
         # only these formats, because others call external programs
         with Image.open(path, formats=("PNG", "JPEG", "WEBP")) as image:
