@@ -62,7 +62,7 @@ class ClipRules:
         size: (height, width) in pixels: scale to cover, then crop the centre (None: keep the scale and crop to whole
             patches of 2 x 2 latent cells, so that models can train on the latents).
         frames: frames of a clip, from the start (None: all); reduced to a number that the codec can encode.
-        fps: resample to this frame rate first (None: every stored frame).
+        fps: resample to this frame rate by time stamps first (None: every stored frame).
         buckets: available clip sizes, instead of `size` and `frames`; see `choose_bucket`.
     """
 
@@ -105,7 +105,7 @@ class ClipRules:
         st, sh, sw = codec.stride
         length_text = f"{frames} frame{'s' * (frames != 1)}"
         size, target_frames = self.size, self.frames
-        still = path.suffix.lower() in IMAGE_SUFFIXES
+        still = frames == 1 and path.suffix.lower() in IMAGE_SUFFIXES
         if self.buckets:
             bucket = choose_bucket(self.buckets, frames=frames, height=height, width=width)
             if bucket is None:

@@ -8,6 +8,7 @@ not copied again.
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import json
 import mmap
@@ -186,6 +187,8 @@ def main(descriptor: int, seconds: float, memory_gib: float) -> None:
             socket.send_fds(connection, [json.dumps(answer).encode()], descriptors)
             for each in descriptors:
                 os.close(each)
+            # a container and its streams refer to each other, and a decoder's threads live as long as they
+            gc.collect()
 
 
 def _answer(request: dict[str, Any], memory_gib: float) -> tuple[dict[str, Any], list[int]]:
@@ -193,7 +196,7 @@ def _answer(request: dict[str, Any], memory_gib: float) -> tuple[dict[str, Any],
     try:
         if not request["read"]:
             return {"probed": probe_video(path, fps=request["fps"])}, []
-        pictures, rate = decode(path, frames=request["frames"], fps=request["fps"])
+        pictures, rate = decode(path, frames=request["frames"], fps=request["fps"], threads=0)
         descriptor = _unnamed_file()
         for picture in pictures:
             view = np.ascontiguousarray(picture).data.cast("B")

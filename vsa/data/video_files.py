@@ -8,30 +8,43 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from fractions import Fraction
+from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import av
 import numpy as np
 from av.container import InputContainer
+from av.filter import Graph
 from av.video.stream import VideoStream
 from PIL import Image, UnidentifiedImageError
 
+from vsa.data.pixels import NotShown, View, refuse_dolby_vision, stored_pixels
 from vsa.files import atomic_file
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-VIDEO_SUFFIXES = (".mp4", ".webm", ".mkv", ".mov", ".avi", ".gif")
-IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
+_VIDEOS = "mp4 m4v mov qt mkv webm avi gif ts mts m2ts mpg mpeg vob 3gp 3g2 ogv wmv asf flv f4v mxf y4m dv"
+VIDEO_SUFFIXES = tuple(f".{name}" for name in _VIDEOS.split())
+IMAGE_SUFFIXES = (".png", ".apng", ".jpg", ".jpeg", ".jfif", ".webp", ".avif", ".bmp", ".tif", ".tiff")
+_FORMATS = ("PNG", "JPEG", "WEBP", "AVIF", "BMP", "TIFF")
+# those of several frames that are no pages or previews
+_ANIMATED = ("PNG", "WEBP", "AVIF")
+# sample entries of Dolby Vision, and the decoders that know the alpha of a codec
+_DOLBY_VISION = ("dvh1", "dvhe", "dav1")
+_WITH_ALPHA = {"vp8": "libvpx", "vp9": "libvpx-vp9"}
 
 # a decoded clip is held in memory: larger files than any training clip needs are an error
 MAX_PIXELS = 8192 * 8192
 MAX_BYTES = 8 * 2**30
 # share of a frame's duration: rounding must not decide between a frame and its successor
 _SLACK = 1e-3
+
+Shown = tuple[av.VideoFrame | Image.Image, View, float]
+"""A decoded picture, how it is shown, and until when, in seconds from the first one."""
 
 
 def read_video(path: str | Path, *, frames: int | None = None, fps: float | None = None) -> tuple[Tensor, float]:
@@ -51,33 +64,42 @@ def read_video(path: str | Path, *, frames: int | None = None, fps: float | None
     return torch.from_numpy(np.stack(pictures)), rate
 
 
-def decode(path: Path, *, frames: int | None = None, fps: float | None = None) -> tuple[list[np.ndarray], float]:
-    """`read_video`, as T pictures `[H, W, 3]` of one size."""
-    if path.suffix.lower() in IMAGE_SUFFIXES:
-        return [_decode_image(path)], 1.0
+def decode(
+    path: Path, *, frames: int | None = None, fps: float | None = None, threads: int = 1
+) -> tuple[list[np.ndarray], float]:
+    """`read_video`, as T pictures `[H, W, 3]` of one size.
+
+    A decoder is freed by the garbage collector, and its threads would not be there in a process that was forked before,
+    so only a process of its own decodes with more `threads` (0: as many as there are cores).
+    """
     if fps is not None and fps <= 0:
         raise ValueError(f"fps must be above 0, got {fps}")
-    with _opened(path) as (container, stream):
-        stream.thread_type = "AUTO"
-        rate = _rate(stream)
-        decoded = container.decode(stream)
-        picked = decoded if fps is None else _resample(decoded, rate, fps)
-        video = []
-        for frame in picked:
+    video: list[np.ndarray] = []
+    last, until = None, 0.0
+    with _shown(path, threads) as (shown, rate):
+        for picture, view, end in shown if fps is None else _resample(shown, _SLACK / (rate or 1), fps):
             if frames is not None and len(video) == frames:
                 break
-            if (len(video) + 1) * frame.width * frame.height * 3 > MAX_BYTES:
+            height, width = view.size(picture.height, picture.width)
+            _refuse_size(path, height, width)
+            if (len(video) + 1) * height * width * 3 > MAX_BYTES:
                 raise ValueError(f"cannot decode video {path}: over {MAX_BYTES >> 30} GiB of frames; ask for fewer")
-            video.append(frame.to_ndarray(format="rgb24"))
+            # resampling repeats pictures
+            video.append(video[-1] if picture is last else view.show(stored_pixels(picture)))
+            last, until = picture, end
     if not video:
         raise ValueError(f"cannot decode video {path}: it holds no frames")
     if len({picture.shape for picture in video}) > 1:
         raise ValueError(f"cannot decode video {path}: the frame size changes inside the file")
-    return video, fps or rate
+    if fps is None:
+        # of a variable rate the mean
+        constant = rate is not None and abs(until * rate - len(video)) < 0.5
+        fps = rate if constant else len(video) / until if rate or len(video) > 1 else 1.0
+    return video, fps or 1.0
 
 
 def probe_video(path: str | Path, *, fps: float | None = None) -> tuple[int | None, int, int]:
-    """Size and length of a video or image file according to its header, without decoding it.
+    """Size as shown and length of a video or image file, from its header and its first frame.
 
     Args:
         path: as for `read_video`.
@@ -89,28 +111,29 @@ def probe_video(path: str | Path, *, fps: float | None = None) -> tuple[int | No
     path = Path(path)
     if path.suffix.lower() in IMAGE_SUFFIXES:
         with _opened_image(path) as image:
-            return 1, image.height, image.width
+            count = len(_numbers(image))
+            return count if count == 1 or fps is None else None, *View.of_picture(image).size(image.height, image.width)
     with _opened(path) as (container, stream):
-        num_frames = stream.frames or round((container.duration or 0) / av.time_base * _rate(stream))
-        if num_frames < 1 or not stream.height or not stream.width:
-            return None, stream.height, stream.width
+        rate = _rate(stream)
+        num_frames = stream.frames or round((container.duration or 0) / av.time_base * rate)
+        view = View(_aspect(stream))
+        stream.codec_context.thread_count = 1
+        # what is wrong with the pictures is reported when they are read
+        with contextlib.suppress(av.FFmpegError):
+            view = next((View.of_frame(frame, view.aspect) for frame in container.decode(stream)), view)
+        size = view.size(stream.height, stream.width)
+        if num_frames < 1 or 0 in (stream.height, stream.width):
+            return None, *size
         if fps is not None:
-            num_frames = math.ceil(fps * (num_frames - _SLACK) / _rate(stream))
-        return num_frames, stream.height, stream.width
+            num_frames = math.ceil(fps * (num_frames - _SLACK) / rate)
+        return num_frames, *size
 
 
 def read_image(path: str | Path) -> Tensor:
-    """A PNG, JPEG or WebP file as uint8 `[H, W, 3]`; transparency is put on black."""
+    """An image file as uint8 `[H, W, 3]`; transparency is put on black."""
     import torch
 
-    return torch.from_numpy(_decode_image(Path(path)))
-
-
-def _decode_image(path: Path) -> np.ndarray:
-    with _opened_image(path) as image:
-        rgba = image.convert("RGBA")
-    canvas = Image.new("RGBA", rgba.size, (0, 0, 0, 255))
-    return np.array(Image.alpha_composite(canvas, rgba).convert("RGB"))
+    return torch.from_numpy(decode(Path(path), frames=1)[0][0].copy())
 
 
 def write_video(path: str | Path, video: Tensor, *, fps: float = 8) -> None:
@@ -169,12 +192,12 @@ def _opened(path: Path) -> Iterator[tuple[InputContainer, VideoStream]]:
             stream = container.streams.video[0 if len(container.streams.video) == 1 else _moving(path)]
             if stream.codec_context is None:
                 raise ValueError(f"cannot decode video {path}: no decoder for its video stream")
-            if stream.width * stream.height > MAX_PIXELS:
-                raise ValueError(
-                    f"cannot decode video {path}: {stream.width}x{stream.height} pixels are over the limit"
-                )
+            _refuse_size(path, stream.height, stream.width)
+            context = stream.codec_context
+            if context.codec_tag in _DOLBY_VISION and context.color_trc == 2:
+                refuse_dolby_vision()
             yield container, stream
-    except (av.FFmpegError, OSError, MemoryError, OverflowError, UnicodeDecodeError) as error:
+    except (NotShown, av.FFmpegError, OSError, MemoryError, OverflowError, UnicodeDecodeError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ValueError(f"cannot decode video {path}: {reason}") from error
 
@@ -198,22 +221,108 @@ def _opened_image(path: Path) -> Iterator[Image.Image]:
         raise ValueError(f"no such image: {path}")
     try:
         # only these formats, because others call external programs
-        with Image.open(path, formats=("PNG", "JPEG", "WEBP")) as image:
-            if image.width * image.height > MAX_PIXELS:
-                raise ValueError(f"cannot decode image {path}: {image.width}x{image.height} pixels are over the limit")
+        with Image.open(path, formats=_FORMATS) as image:
+            _refuse_size(path, image.height, image.width)
             yield image
-    except (UnidentifiedImageError, OSError, SyntaxError, Image.DecompressionBombError) as error:
+    except (NotShown, UnidentifiedImageError, OSError, SyntaxError, Image.DecompressionBombError) as error:
         raise ValueError(f"cannot decode image {path}: {error}") from error
+
+
+def _refuse_size(path: Path, height: int, width: int) -> None:
+    if width * height > MAX_PIXELS:
+        raise ValueError(f"cannot decode {path}: {width}x{height} pixels are over the limit")
+
+
+@contextlib.contextmanager
+def _shown(path: Path, threads: int) -> Iterator[tuple[Iterator[Shown], float | None]]:
+    """The pictures of a file in their order in time, and its frame rate, None for an image file."""
+    if path.suffix.lower() in IMAGE_SUFFIXES:
+        with _opened_image(path) as image:
+            yield _pictures(image), None
+    else:
+        with _opened(path) as (container, stream):
+            stream.thread_type, stream.codec_context.thread_count = "AUTO", threads
+            yield _timed_frames(container, stream), _rate(stream)
+
+
+def _numbers(image: Image.Image) -> range:
+    """Frames of an image file, without the picture that an animated PNG has for readers of still ones."""
+    count = getattr(image, "n_frames", 1) if image.format in _ANIMATED else 1
+    return range(1 if count > 1 and image.info.get("default_image") else 0, count)
+
+
+def _pictures(image: Image.Image) -> Iterator[Shown]:
+    view, end = View.of_picture(image), 0.0
+    for i in _numbers(image):
+        image.seek(i)
+        image.load()
+        duration = image.info.get("duration", 0)
+        # browsers show frames without a duration for 100 ms
+        end += (duration if duration > 10 else 100) / 1000
+        yield image.copy(), view, end
+
+
+def _timed_frames(container: InputContainer, stream: VideoStream) -> Iterator[Shown]:
+    """Frames with the ends that follow from their time stamps."""
+    rate, aspect = _rate(stream), _aspect(stream)
+    # containers round time stamps to their unit; frames of a constant rate are taken at exact times
+    near = min(float(stream.time_base or 0), 0.4 / rate)
+    begin, previous = 0.0, None
+
+    def on_time(time: float | None, number: int) -> float:
+        exact = number / rate
+        return exact if time is None or abs(time - begin - exact) <= near else time - begin
+
+    number = 0
+    for number, frame in enumerate(_whole_frames(container, stream)):
+        if previous is None:
+            begin = frame.time or 0.0
+        else:
+            yield previous, View.of_frame(previous, aspect), on_time(frame.time, number)
+        previous = frame
+    if previous is not None:
+        length = previous.duration * float(previous.time_base or 0) or 1 / rate
+        end = None if previous.time is None else previous.time + length
+        yield previous, View.of_frame(previous, aspect), on_time(end, number + 1)
+
+
+def _whole_frames(container: InputContainer, stream: VideoStream) -> Iterator[av.VideoFrame]:
+    """Decoded frames with their alpha; of an interlaced video by FFmpeg's filter bwdif, one a frame."""
+    decoded: Iterator[av.VideoFrame] = container.decode(stream)
+    name = _WITH_ALPHA.get(stream.codec_context.name)
+    if name is not None and stream.metadata.get("alpha_mode") == "1":
+        decoder: Any = av.CodecContext.create(name, "r")
+        decoded = (frame for packet in container.demux(stream) for frame in decoder.decode(packet))
+    first = next(decoded, None)
+    if first is None:
+        return
+    if not first.interlaced_frame:
+        yield from chain([first], decoded)
+        return
+    graph: Any = Graph()
+    source = graph.add_buffer(template=stream, time_base=first.time_base)
+    graph.link_nodes(
+        source, graph.add("bwdif", "mode=send_frame:deint=interlaced"), graph.add("buffersink")
+    ).configure()
+    for frame in chain([first], decoded, [None]):
+        graph.push(frame)
+        with contextlib.suppress(BlockingIOError, EOFError):
+            while True:
+                yield graph.pull()
 
 
 def _rate(stream: VideoStream) -> float:
     return float(stream.average_rate or stream.guessed_rate or 1)
 
 
-def _resample(decoded: Iterator[av.VideoFrame], rate: float, fps: float) -> Iterator[av.VideoFrame]:
-    """Frames at instants 0, 1/fps, 2/fps, ...: each the newest stored frame at or before it (constant rate assumed)."""
+def _aspect(stream: VideoStream) -> float:
+    return float(stream.sample_aspect_ratio or 1)
+
+
+def _resample(shown: Iterable[Shown], slack: float, fps: float) -> Iterator[Shown]:
+    """Pictures at instants 0, 1/fps, 2/fps, ...: each the newest one at or before it."""
     produced = 0
-    for i, frame in enumerate(decoded):
-        while produced / fps < (i + 1) / rate - _SLACK / rate:
-            yield frame
+    for item in shown:
+        while produced / fps < item[-1] - slack:
+            yield item
             produced += 1
