@@ -3,6 +3,7 @@ text, JSON, YAML and CSV, whose errors name the file."""
 
 from __future__ import annotations
 
+import codecs
 import csv
 import functools
 import hashlib
@@ -247,17 +248,24 @@ def read_bytes(path: str | Path, *, limit: int = LIMIT, inside: Path | None = No
 
 
 def read_text(path: str | Path, *, limit: int = LIMIT, inside: Path | None = None) -> str:
-    """The text of a file in UTF-8 as in `read_bytes`, without a byte order mark and with `\\n` as end of lines."""
+    """The text of a file as in `read_bytes`, without a byte order mark and with `\\n` as end of lines.
+
+    UTF-8, or UTF-16 with a byte order mark, as Windows writes it.
+    """
     return _text(read_bytes(path, limit=limit, inside=inside), path)
 
 
 def _text(content: bytes, name: object) -> str:
-    if b"\0" in content:
-        raise ValueError(f"{name} is damaged: it contains NUL bytes")
+    # Windows writes UTF-16 with a byte order mark
+    marked = content[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) and len(content) > 2
+    encoding = "utf-16" if marked else "utf-8-sig"
     try:
-        return content.decode("utf-8-sig").replace("\r\n", "\n")
+        text = content.decode(encoding).replace("\r\n", "\n")
     except UnicodeDecodeError as error:
         raise ValueError(f"{name} is not text in UTF-8: {error.reason} at byte {error.start}") from None
+    if "\0" in text:
+        raise ValueError(f"{name} is damaged: it contains NUL bytes")
+    return text
 
 
 def parse_json(text: str | bytes, name: object, kind: Any = dict) -> Any:

@@ -60,7 +60,7 @@ def test_encodes_with_a_wan_pipeline(tmp_path: Path, capsys: pytest.CaptureFixtu
     folder = save_pipeline(tmp_path / "wan")
     for i, frames in enumerate((5, 9, 3)):
         write_video(tmp_path / "v" / f"{i}.mp4", render_clip(0, i, size=(frames, 16, 24))[0])
-        (tmp_path / "v" / f"{i}.txt").write_text("a red circle\na cat")
+        (tmp_path / "v" / f"{i}.txt").write_text("a red circle\n\na cat")
     common = [str(tmp_path / "v"), str(tmp_path / "s"), "--model", str(folder), "--buckets", "16x24x9,16x24x5"]
     common += ["--skip-bad", "--samples-per-shard", "1", "--text-dtype", "float32", "--image-condition"]
     for rank in ("0", "1"):

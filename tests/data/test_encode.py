@@ -37,7 +37,7 @@ def videos(tmp_path: Path) -> Path:
     Image.fromarray(np.zeros((40, 56, 3), dtype=np.uint8) + 77).save(folder / "still.png")
     lines = [{"video": "a.mp4", "captions": ["one", "two"]}, {"video": "b.mp4", "caption": "three"}]
     (folder / "captions.jsonl").write_text("\n".join(json.dumps(line) for line in lines) + "\n\n")
-    (folder / "deep" / "a b.txt").write_text("four\nfive\n")
+    (folder / "deep" / "a b.txt").write_text("four\n\nfive\n")
     (folder / "still.txt").write_text("a grey picture")
     return folder
 
@@ -215,7 +215,7 @@ def test_every_problem_is_told_at_once_and_left_out_by_name(spoilt: Path, tmp_pa
         "captions.jsonl, line 1": "names a missing video",
         "captions.jsonl, line 2": "not JSON",
         "empty.mp4": "has no caption",
-        "latin.mp4": "latin.txt is not UTF-8 text",
+        "latin.mp4": "latin.txt is not text in UTF-8",
         "one.mp4": "has 1 frame, expected at least 4",
         "silent.mp4": "has no caption",
         "two.mp4": "has 2 frames, expected at least 4",

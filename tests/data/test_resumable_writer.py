@@ -55,7 +55,7 @@ def videos(tmp_path_factory: pytest.TempPathFactory) -> Path:
         size = (16, 32) if i % 4 else (32, 16)
         video = torch.randint(0, 256, (1, 1, 1, 3), generator=generator, dtype=torch.uint8).expand(8, *size, 3)
         write_video(folder / f"{i:02d}.mp4", video.contiguous())
-        (folder / f"{i:02d}.txt").write_text(f"clip number {i}\nanother caption")
+        (folder / f"{i:02d}.txt").write_text(f"clip number {i}\n\nanother caption")
     (folder / "02.mp4").write_bytes(b"no video")
     return folder
 

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
+import re
+import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-CAPTION_FILES = ("captions.jsonl", "captions.json", "captions.txt")
+from vsa.data.prompts import lines_of, tidy
+from vsa.files import CSV_LIMIT, read_text
+
+CAPTION_FILES = ("captions.jsonl", "captions.json", "captions.csv", "captions.txt")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,13 +39,15 @@ def read_captions(videos: Path, caption_file: Path | None, files: Iterable[Path]
     """Read the captions of every media file and collect all problems.
 
     A caption file is one of: `.jsonl`, lines of {"video": "a.mp4", "captions": ["...", ...]} (or "caption": "...");
-    `.json`, a list of such objects or an object {"a.mp4": "..." or ["...", ...]}; `.txt`, lines of name, tab, caption.
-    Further texts and integers of an object ("film": "...") are kept; a split can use them.
-    Names are relative to the folder of videos. A video `a.mp4` without an entry takes the lines of `a.txt` beside it.
+    `.json`, a list of such objects or an object {"a.mp4": "..." or ["...", ...]}; `.csv`, a table with the columns
+    video and caption, separated by commas, semicolons or tabs; `.txt`, lines of name, tab, caption. Further texts and
+    integers of an object and further columns ("film": "...") are kept; a split can use them. Names are relative to the
+    folder of videos, also with backslashes and in another Unicode form. A video `a.mp4` without an entry takes the
+    caption of `a.txt` beside it: its lines are joined, and a blank line begins another caption.
 
     Args:
         videos: folder of videos.
-        caption_file: caption file (None: `captions.jsonl`, `.json` or `.txt` in the folder when there is one).
+        caption_file: caption file (None: the first of `CAPTION_FILES` in the folder when there is one).
         files: the media files that need captions.
     """
     if caption_file is None:
@@ -50,29 +59,28 @@ def read_captions(videos: Path, caption_file: Path | None, files: Iterable[Path]
         for place, entry in _entries(caption_file):
             try:
                 name, captions, others = _parse(entry, caption_file, f"caption file {caption_file}, {place}")
-                if not (videos / name).is_file():
+                path = spelt(videos, name)
+                if path is None:
                     raise ValueError(f"caption file {caption_file} names a missing video: {videos / name}")
             except ValueError as error:
                 unusable.append((f"{caption_file.name}, {place}", str(error)))
             else:
-                file_captions.setdefault((videos / name).resolve(), []).extend(captions)
-                fields.setdefault((videos / name).resolve(), {}).update(others)
+                file_captions.setdefault(path.resolve(), []).extend(captions)
+                fields.setdefault(path.resolve(), {}).update(others)
 
     captions_by_path: dict[Path, list[str]] = {}
     missing: dict[Path, str] = {}
     for path in files:
-        beside = path.with_suffix(".txt")
+        beside = sidecar(path)
         captions = file_captions.get(path.resolve(), [])
         try:
-            if (
-                not captions
-                and beside.is_file()
-                and (caption_file is None or beside.resolve() != caption_file.resolve())
-            ):
-                captions = [line.strip() for line in _read(beside).splitlines() if line.strip()]
+            if not captions and beside and (caption_file is None or beside.resolve() != caption_file.resolve()):
+                captions = [
+                    tidy(part) for part in re.split(r"\n\s*\n", "\n".join(lines_of(_read(beside)))) if tidy(part)
+                ]
             if not captions:
                 where = f"{caption_file} and " if caption_file else ""
-                raise ValueError(f"video {path} has no caption: expected one in {where}{beside}")
+                raise ValueError(f"video {path} has no caption: expected one in {where}{path.with_suffix('.txt')}")
         except ValueError as error:
             missing[path] = str(error)
         else:
@@ -81,31 +89,50 @@ def read_captions(videos: Path, caption_file: Path | None, files: Iterable[Path]
     return Captions(of=captions_by_path, missing=missing, unusable=unusable, fields=fields_by_path)
 
 
+def sidecar(path: Path) -> Path | None:
+    """The text file beside a media file, `a.txt` of `a.mp4`; None if there is none."""
+    return spelt(path.parent, path.with_suffix(".txt").name) or spelt(path.parent, path.with_suffix(".TXT").name)
+
+
+def spelt(folder: Path, name: str) -> Path | None:
+    """The file of a name in a folder, as it stands or as another system spells it; None if there is none."""
+    names = (name, name.replace("\\", "/"))
+    forms = (*names, *(unicodedata.normalize(form, names[1]) for form in ("NFC", "NFD")))
+    return next((folder / form for form in forms if (folder / form).is_file()), None)
+
+
 def _entries(caption_file: Path) -> Iterator[tuple[str, Any]]:
     """(place, entry) for every entry of a caption file: a line of text, or an element of a `.json` file."""
-    text = _read(caption_file)
-    if caption_file.suffix == ".json":
+    text, suffix = _read(caption_file), caption_file.suffix.lower()
+    if suffix == ".json":
         content = _json(text, f"caption file {caption_file}")
         if isinstance(content, dict):
             content = [{"video": name, "captions": captions} for name, captions in content.items()]
         if not isinstance(content, list):
             raise ValueError(f"caption file {caption_file} must hold a list or an object")
         yield from ((f"entry {i + 1}", entry) for i, entry in enumerate(content))
-    elif caption_file.suffix in (".jsonl", ".txt"):
-        lines = text.splitlines()
-        yield from ((f"line {i + 1}", line) for i, line in enumerate(lines) if line.strip())
+    elif suffix == ".csv":
+        # Excel separates by semicolons where numbers have a decimal comma
+        separator = max(",;\t", key=text.partition("\n")[0].count)
+        try:
+            for i, entry in enumerate(csv.DictReader(io.StringIO(text), delimiter=separator)):
+                yield f"row {i + 1}", {name and name.strip().lower(): value for name, value in entry.items()}
+        except csv.Error as error:
+            raise ValueError(f"caption file {caption_file} is no table: {error}") from None
+    elif suffix in (".jsonl", ".txt"):
+        yield from ((f"line {i + 1}", line) for i, line in enumerate(lines_of(text)) if line.strip())
     else:
-        raise ValueError(f"caption file {caption_file} must end in .jsonl, .json or .txt")
+        raise ValueError(f"caption file {caption_file} must end in .jsonl, .json, .csv or .txt")
 
 
 def _parse(entry: Any, caption_file: Path, place: str) -> tuple[str, list[str], dict[str, str]]:
     """(video, captions, other fields) of one entry."""
-    if caption_file.suffix == ".txt":
+    if caption_file.suffix.lower() == ".txt":
         name, tab, caption = entry.partition("\t")
         if not tab or not caption.strip():
             raise ValueError(f"{place}: expected name, tab, caption")
-        return name.strip(), [caption.strip()], {}
-    if caption_file.suffix == ".jsonl":
+        return name.strip(), [tidy(caption)], {}
+    if caption_file.suffix.lower() == ".jsonl":
         entry = _json(entry, place)
     if not isinstance(entry, dict) or not isinstance(entry.get("video"), str):
         raise ValueError(f'{place}: expected {{"video": "name", "captions": ["...", ...]}}')
@@ -115,14 +142,12 @@ def _parse(entry: Any, caption_file: Path, place: str) -> tuple[str, list[str], 
         raise ValueError(f"{place}: captions of {entry['video']} must be one string or a list of strings")
     own = ("video", "caption", "captions")
     fields = {k: str(v) for k, v in entry.items() if k not in own and type(v) in (str, int) and str(v)}
-    return entry["video"], [caption for caption in captions if caption.strip()], fields
+    return entry["video"], [words for words in map(tidy, captions) if words], fields
 
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"caption file {path} is not UTF-8 text: {error}") from error
+        return read_text(path, limit=CSV_LIMIT)
     except OSError as error:
         raise ValueError(f"cannot read caption file {path}: {error}") from error
 

@@ -35,7 +35,7 @@ def clip(tmp_path_factory: pytest.TempPathFactory) -> Path:
     clips = tmp_path_factory.mktemp("clips")
     video, _, _ = render_clip(0, 1, size=(20, 96, 144))
     write_video(clips / "a.mp4", video)
-    (clips / "a.txt").write_text("a <b>red</b> circle\nanother caption\n")
+    (clips / "a.txt").write_text("a <b>red</b> circle\n\nanother caption\n")
     return clips / "a.mp4"
 
 
