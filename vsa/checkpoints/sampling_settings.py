@@ -45,7 +45,7 @@ def sampling_part(state: Mapping[str, Any]) -> dict[str, Any] | None:
     if any(value is None for value in needed):
         return None
     return {
-        **{key: state[key] for key in _STATE},
+        **{key: state[key] for key in (*_STATE, "fps") if key in state},
         "step_list": state.get("step_list"),
         "config": {
             "data": {key: data[key] for key in ("codec", "text_encoder", "text_padding") if key in data},

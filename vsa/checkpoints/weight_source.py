@@ -296,8 +296,18 @@ def open_weights(spec: str | Path, group: Group | None = None) -> WeightSource:
     if group is not None:
         raise ValueError(f"--weights {group} applies only to training runs; {spec} is not a run folder")
     folder = pretrained_folder(spec)
+    refuse_experts(spec, folder)
     is_wan = read_json(folder / "config.json").get("_class_name") == "WanModel"
     return (WanWeights if is_wan else PretrainedWeights)(str(spec), folder)
+
+
+def refuse_experts(spec: str | Path, folder: Path) -> None:
+    """Raise ValueError for a transformer that is one of two, such as those of Wan2.2 A14B."""
+    index = folder.parent / "model_index.json"
+    parts = read_json(index) if index.is_file() else {}
+    names = ("high_noise_model", "low_noise_model")
+    if (parts.get("transformer_2") or [None])[0] or parts.get("boundary_ratio") or folder.name in names:
+        raise ValueError(f"{spec} has two transformers, one per range of timesteps (Wan2.2 A14B): not supported")
 
 
 def open_network(

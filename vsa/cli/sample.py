@@ -26,7 +26,7 @@ def sample(
     topk: Annotated[int | None, option("kv tiles per query tile (as in training)", whole=(1, MANY))] = None,
     sparsity: Annotated[float | None, option("share of tiles skipped, instead of --topk", real=(0, 1))] = None,
     batch_size: opt.BatchSize = None,
-    fps: Annotated[float | None, option("frame rate of the files (8; pipeline: 16)", real=(0.01, 240))] = None,
+    fps: Annotated[float | None, option("frame rate of the files (as trained; pipeline: 16)", real=(0.01, 240))] = None,
     device: opt.Device = None,
     weights: Annotated[opt.Group | None, option("averaged (if any) or trained weights", panel=RUN)] = None,
     latent_shape: Annotated[

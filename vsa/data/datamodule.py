@@ -19,7 +19,7 @@ from vsa.data.bad_samples import BadSampleError
 from vsa.data.batch import TextPadding, VideoBatch
 from vsa.data.batch_stream import RankSlice, TrainStream, ValidationStream
 from vsa.data.codecs import Codec
-from vsa.data.index import statistics_of
+from vsa.data.index import USUAL_FPS, statistics_of
 from vsa.data.plan import DataPlan, Phase, SampleRef, Shape, Source, split_ids
 from vsa.data.sample_store import SampleStore, ToyStore, open_shards, refuse_other_encoders
 from vsa.data.splits import SplitBy, split_group
@@ -214,6 +214,11 @@ class PlanDataModule(LightningDataModule):
                     counts[shape] = counts.get(shape, 0) + len(ids)
         return dict(sorted(counts.items(), key=lambda item: (-item[1], item[0])))
 
+    @property
+    def fps(self) -> float:
+        """Frames per second of most clips."""
+        return self.store.fps
+
     def state_dict(self) -> dict[str, Any]:
         """Description of samples and encoders for `state.json`; the position is the optimizer step."""
         return {
@@ -221,7 +226,8 @@ class PlanDataModule(LightningDataModule):
             "codec": {"id": self.codec.id, "hash": self.codec.hash},
             "text_encoder": {"id": self.text_encoder.id, "hash": self.text_encoder.hash},
             "latent_shapes": [list(bucket) for bucket in self.buckets],
-            # without windows the state equals that of earlier versions
+            # at the usual rate and without windows the state equals that of earlier versions
+            **({"fps": self.fps} if self.fps != USUAL_FPS else {}),
             **({"skipped_windows": [list(window) for window in self.skipped_windows]} if self.skipped_windows else {}),
         }
 

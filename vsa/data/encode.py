@@ -24,11 +24,11 @@ from vsa.data.captions import read_captions
 from vsa.data.clip_rules import PATCH, ClipRules, Decoder
 from vsa.data.codecs import Codec, HaarCodec, WanVAE
 from vsa.data.decoder_process import DecoderProcess
+from vsa.data.media_folder import media_files
 from vsa.data.reconstruction import describe_reconstruction
 from vsa.data.resumable_writer import PartContent, PartsReport, check_target, join_parts, pending_parts, write_parts
 from vsa.data.shard_writer import ShardWriter
-from vsa.data.text import TextEncoder
-from vsa.data.video_files import IMAGE_SUFFIXES, VIDEO_SUFFIXES
+from vsa.data.text import TextEncoder, describe_cut
 
 # number of clips, spread over the data set, on which the codec's quality is measured
 _MEASURED_CLIPS = 8
@@ -120,7 +120,8 @@ def encode_folder(
         raise ValueError(f"image conditions need Wan's VAE, got codec {codec.id}")
     _refuse_overlap(folder, out)
     check_target(out, overwrite=overwrite)
-    files, ignored = _media_files(folder)
+    media = media_files(folder, Path(captions) if captions else None)
+    files = media.files
     names = [path.relative_to(folder).as_posix() for path in files]
     ids = sample_ids(names)
     all_captions = read_captions(folder, Path(captions) if captions else None, files)
@@ -167,6 +168,10 @@ def encode_folder(
         if rank == 0 and pending:
             good = [i for i in range(len(files)) if i not in bad]
             sample = sorted({good[k * len(good) // _MEASURED_CLIPS] for k in range(_MEASURED_CLIPS)})
+            if unread := media.describe_unread():
+                tell(f"neither videos nor images, not read: {unread}")
+            if cut := describe_cut(text_encoder, chain(*(all_captions.of[files[i]] for i in good))):
+                tell(cut)
             for line in _describe_ahead({names[i]: files[i] for i in sample}, rules, codec, decoder):
                 tell(line)
 
@@ -232,28 +237,13 @@ def encode_folder(
         join_parts(out)
         for line in _describe_notes(report.notes):
             tell(line)
-    return replace(report, skipped=(*ignored, *all_captions.unusable, *report.skipped))
+    return replace(report, skipped=(*media.ignored, *all_captions.unusable, *report.skipped))
 
 
 def _refuse_overlap(videos: Path, out: Path) -> None:
     inner, outer = out.resolve(), videos.resolve()
     if inner == outer or outer in inner.parents or inner in outer.parents:
         raise ValueError(f"the folder of shards {out} and the folder of videos {videos} must not contain each other")
-
-
-def _media_files(folder: Path) -> tuple[list[Path], list[tuple[str, str]]]:
-    """Every video and image below a folder, and (name, reason) of entries that only have such a name."""
-    if not folder.is_dir():
-        raise ValueError(f"no such folder of videos: {folder}")
-    paths = sorted(p for p in folder.rglob("*") if p.suffix.lower() in VIDEO_SUFFIXES + IMAGE_SUFFIXES)
-    files = [path for path in paths if path.is_file()]
-    if not files:
-        raise ValueError(f"no videos in {folder} (looked for {' '.join(VIDEO_SUFFIXES + IMAGE_SUFFIXES)})")
-    return files, [
-        (path.relative_to(folder).as_posix(), "it is a folder" if path.is_dir() else "it is a link to a missing file")
-        for path in paths
-        if not path.is_file()
-    ]
 
 
 def _unusable(problems: Sequence[tuple[str, str]], folder: Path) -> UnusableFiles:

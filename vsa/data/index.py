@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from vsa.data.codecs import Codec
-from vsa.data.index_values import channel_statistics, digest, whole, wholes, words
+from vsa.data.index_values import channel_statistics, digest, reals, whole, wholes, words
 from vsa.data.plan import Shape
 from vsa.data.text import TextEncoder
 from vsa.files import parse_json, read_text
@@ -31,6 +31,8 @@ SCHEMA = 1
 INDEX_NAME = "index.json"
 MOST_INDEX_BYTES = 1 << 32
 """Most bytes of an index, that of some 20 million samples."""
+USUAL_FPS = 8.0
+"""Frames per second of toy clips, and what clips are shown at whose data set does not say it."""
 
 # ids have no dots: the name of a shard member is split at its first dot into id and field
 _ID = re.compile(r"[A-Za-z0-9_-]{1,128}")
@@ -91,11 +93,13 @@ class About:
         source: name of the file from which it was cut.
         fields: further fields of that file in the caption file.
         moments: means and standard deviations of its latents by channel, float32 `[2, C]` in base64.
+        fps: frames per second.
     """
 
     source: str | None = None
     fields: Mapping[str, str] = field(default_factory=dict)
     moments: str | None = None
+    fps: float = USUAL_FPS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,6 +168,7 @@ class DatasetIndex:
             record.setdefault("latents", []).append([sample.id, latent.offset, latent.size, latent.sha256])
             about = sample.about
             details = {"source": about.source, "fields": dict(about.fields), "moments": about.moments}
+            details["fps"] = about.fps if about.fps != USUAL_FPS else None
             record.setdefault("about", []).append({name: value for name, value in details.items() if value})
             row = [sample.id, text.offset, text.size, text.sha256, sample.captions]
             records[text.shard].setdefault("texts", []).append(row)
@@ -184,9 +189,17 @@ class DatasetIndex:
         """A summary in a few lines: number of samples by latent shape, and statistics of every channel."""
         counts = Counter(sample.latent_shape for sample in self.samples.values())
         lines = [f"{count:8d} latents of {'x'.join(map(str, shape))}" for shape, count in sorted(counts.items())]
+        if rates := self.rates():
+            named = ", ".join(f"{rate:.4g} ({count})" for rate, count in rates.most_common(5))
+            mixed = ": they move at different speeds, --fps RATE makes them equal" if len(rates) > 1 else ""
+            lines.append(f"frames per second of the clips: {named}{', ...' if len(rates) > 5 else ''}{mixed}")
         for name, values in (("mean", self.latent_mean), ("std", self.latent_std)):
             lines.append(f"latent {name} by channel: " + " ".join(f"{value:.4g}" for value in values))
         return "\n".join(lines)
+
+    def rates(self) -> Counter[float]:
+        """Number of clips by frames per second, without those of one latent frame, which may be images."""
+        return Counter(sample.about.fps for sample in self.samples.values() if sample.latent_shape[1] > 1)
 
     @staticmethod
     def load(path: Path) -> DatasetIndex:
@@ -324,12 +337,13 @@ def _parse(content: dict[str, Any]) -> DatasetIndex:
 
 
 def _about(sample: str, content: dict[str, Any]) -> About:
-    if not content.keys() <= {"source", "fields", "moments"}:
+    if not content.keys() <= {"source", "fields", "moments", "fps"}:
         raise ValueError(f"what is known of {sample} is {sorted(content)}")
     return About(
         source=words(f"{sample}.source", content["source"]) if "source" in content else None,
         fields={str(name): words(f"{sample}.{name}", value) for name, value in content.get("fields", {}).items()},
         moments=words(f"{sample}.moments", content["moments"], most=1 << 20) if "moments" in content else None,
+        fps=reals(f"{sample}.fps", [content.get("fps", USUAL_FPS)], positive=True)[0],
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -15,6 +16,7 @@ from vsa.data.batch import PendingLatents
 from vsa.data.codecs import Codec
 from vsa.data.index import (
     INDEX_NAME,
+    USUAL_FPS,
     CodecInfo,
     DatasetIndex,
     SampleEntry,
@@ -62,6 +64,11 @@ class SampleStore(Protocol):
     @property
     def null_text(self) -> Tensor:
         """float32 `[S, E]`, the embedding of the empty caption."""
+        ...
+
+    @property
+    def fps(self) -> float:
+        """Frames per second of most clips."""
         ...
 
     @property
@@ -169,6 +176,8 @@ class ShardStore:
                         f"({what} {theirs.id}, {theirs.hash})"
                     )
         self.buckets = {name: _by_shape(reader) for name, reader in self._readers.items()}
+        rates = sum((reader.index.rates() for reader in self._readers.values()), Counter[float]())
+        self.fps = max(rates, key=lambda rate: rates[rate], default=USUAL_FPS)
         mean, std = pooled_statistics([reader.index for reader in self._readers.values()])
         self.latent_mean, self.latent_std = mean.float(), std.float()
 
@@ -211,6 +220,7 @@ class ToyStore:
         self.codec = CodecInfo.of(codec)
         self.text_encoder = TextInfo.of(text_encoder)
         self.cond_channels = 0
+        self.fps = float(clips.fps)
         self.null_text = text_encoder.encode("")
         probe = torch.stack([self._encode(i) for i in range(min(clips.count, _PROBE_CLIPS))])
         self.latent_mean, self.latent_std = probe_statistics(probe)

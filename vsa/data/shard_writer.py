@@ -19,6 +19,7 @@ from vsa.data.codecs import Codec
 from vsa.data.index import (
     INDEX_NAME,
     SCHEMA,
+    USUAL_FPS,
     About,
     CodecInfo,
     DatasetIndex,
@@ -129,8 +130,8 @@ class ShardWriter:
             sample_id: unique name.
             latents: `[C, t, h, w]`, not normalised.
             captions: one or more captions.
-            info: metadata of the sample (frame rate, size), stored as KEY.json; its "source" (name of a file) and
-                "fields" (texts by name) are also stored in the index.
+            info: metadata of the sample (frame rate, size), stored as KEY.json; its "source" (name of a file),
+                "fields" (texts by name) and the "fps" of a clip are also stored in the index.
             cond_latents: image condition `[Cc, t, h, w]` for the model; either all samples have one or none has.
         """
         if not valid_id(sample_id) or len(sample_id) > _LONGEST_ID or sample_id == NULL_KEY:
@@ -176,8 +177,12 @@ class ShardWriter:
             "latent.safetensors": save_tensors(tensors, {"vsa": json.dumps(header)}),
             "json": json.dumps(record, ensure_ascii=False).encode(),
         }
+        moving = info.get("clip_size", [1])[0] > 1
         about = About(
-            source=info.get("source"), fields=info.get("fields") or {}, moments=encoded_moments(latent.float())
+            source=info.get("source"),
+            fields=info.get("fields") or {},
+            moments=encoded_moments(latent.float()),
+            fps=info.get("fps", USUAL_FPS) if moving else USUAL_FPS,
         )
         self._samples[sample_id] = shape, len(captions), about
         self._write(f"latents-C{'x'.join(map(str, shape))}", sample_id, fields)

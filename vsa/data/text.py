@@ -6,7 +6,7 @@ import functools
 import hashlib
 import html
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -31,6 +31,10 @@ class TextEncoder(Protocol):
     hash: str
     dim: int
     max_tokens: int
+
+    def count(self, caption: str) -> int:
+        """Tokens of the caption, of which the first `max_tokens` are kept."""
+        ...
 
     def encode(self, caption: str) -> Tensor:
         """`[S, E]` on the CPU, 1 <= S <= max_tokens, not padded; the empty caption gives the null embedding."""
@@ -65,9 +69,13 @@ class HashedNgramEncoder:
         probe = self.encode("The probe of a hash, probed.").numpy().astype("<f4").tobytes()
         self.hash = hashlib.sha256(f"{self.id}/v1".encode() + probe).hexdigest()[:16]
 
+    def count(self, caption: str) -> int:
+        """Words of the caption."""
+        return len(self._words(caption))
+
     def encode(self, caption: str) -> Tensor:
         """float32 `[S, E]`, one row a word; a caption without words gives the null embedding `[1, E]`."""
-        words = re.findall(r"\w+", caption.lower())[: self.max_tokens]
+        words = self._words(caption)[: self.max_tokens]
         tokens = [
             self._word(word) + self._POSITION_WEIGHT * _signs(f"position {i}", self.dim) for i, word in enumerate(words)
         ]
@@ -79,11 +87,27 @@ class HashedNgramEncoder:
         """`encode` of every caption."""
         return [self.encode(caption) for caption in captions]
 
+    def _words(self, caption: str) -> list[str]:
+        return re.findall(r"\w+", caption.lower())
+
     def _word(self, word: str) -> np.ndarray:
         marked = f"<{word}>"
         grams = [marked[i : i + n] for n in (2, 3) for i in range(len(marked) - n + 1)]
         pieces = np.sum([_signs(f"gram {gram}", self.dim) for gram in grams], axis=0) / np.sqrt(len(grams))
         return self._WORD_WEIGHT * _signs(f"word {word}", self.dim) + pieces
+
+
+def describe_cut(encoder: TextEncoder, captions: Iterable[str]) -> str:
+    """How many captions an encoder cuts, how far, and how many it sees nothing of; empty if there are none."""
+    counts = [encoder.count(caption) for caption in captions]
+    cut, empty = [n for n in counts if n > encoder.max_tokens], counts.count(0)
+    parts = []
+    if cut:
+        lost = f"{sum(cut) / len(cut) - encoder.max_tokens:.3g} in the mean, {max(cut) - encoder.max_tokens} at most"
+        parts.append(f"{len(cut)} of {len(counts)} captions are cut after {encoder.max_tokens} tokens and lose {lost}")
+    if empty:
+        parts.append(f"{empty} of {len(counts)} captions have no word that it knows")
+    return f"text encoder {encoder.id}: {'; '.join(parts)}" if parts else ""
 
 
 # captions repeat their words
@@ -137,6 +161,10 @@ class UMT5Encoder:
         self._dtype = getattr(torch, dtype)
         self._device = device
         self._loaded: tuple[Any, Any] | None = None
+
+    def count(self, caption: str) -> int:
+        """Tokens of the caption."""
+        return len(self._modules()[0](clean_caption(caption), verbose=False).input_ids)
 
     def encode(self, caption: str) -> Tensor:
         """`[S, E]` on the CPU, one row a token."""

@@ -13,7 +13,8 @@ from vsa.attention.denoising import DenoisingPlan
 from vsa.attention.named import WITHOUT_PARAMETERS
 from vsa.checkpoints.weight_source import Group
 from vsa.config import attention_config
-from vsa.data.prompts import read_prompts
+from vsa.data.prompts import read_prompts, tidy
+from vsa.data.text import describe_cut
 from vsa.errors import refuse_unwritable, usable_device
 from vsa.files import own_folder
 from vsa.integrations.diffusers import applied_attention
@@ -32,7 +33,7 @@ from vsa.secrets import without_secrets
 
 def all_prompts(prompts: Sequence[str], file: Path | None) -> list[str]:
     """Prompts of a command line, followed by those of a file."""
-    captions = [without_secrets(prompt, named=False) for prompt in prompts]
+    captions = [without_secrets(tidy(prompt), named=False) for prompt in prompts]
     captions += read_prompts(file) if file is not None else []
     if not captions:
         raise ValueError("missing prompts: expected --prompt TEXT or --prompts FILE with one caption per line")
@@ -64,7 +65,7 @@ def sample_run(
     prompts: Sequence[str],
     *,
     out: Path | None = None,
-    fps: float = 8,
+    fps: float | None = None,
     device: str | None = None,
     weights: Group | None = None,
     attention: Callable[[LoadedRun, str, SampleSettings, Path], Any] | None = None,
@@ -77,7 +78,7 @@ def sample_run(
         prompts: N captions.
         out: output folder, which must hold no clips; None: in the run folder the first of `samples`, `samples-2`, ...
             without any.
-        fps: frame rate of the files.
+        fps: frame rate of the files; None: that of the run's clips.
         device: device of the model; None: a GPU if there is one.
         weights: averaged or trained weights; None: averaged ones if there are any.
         attention: draws the tiles that the first clip attends to (`vsa.evaluation.attention_map.draw_attention`).
@@ -86,9 +87,11 @@ def sample_run(
     out = _free_folder(out, samples_folder(run))
     loaded = load_run(run, weights=weights, device=usable_device(device))
     sample_settings = loaded.settings(**settings)
+    if cut := describe_cut(loaded.text_encoder, prompts):
+        print(cut)
     with progress_bar("sampling", len(prompts) * sample_settings.steps) as advance:
         videos = generate(loaded, prompts, sample_settings, advance)
-    write_clips(out, prompts, videos, settings_dict(sample_settings, loaded), fps=fps)
+    write_clips(out, prompts, videos, settings_dict(sample_settings, loaded), fps=fps or loaded.fps)
     if attention is not None:
         attention(loaded, prompts[0], sample_settings, out / "attention.png")
     return out

@@ -133,10 +133,6 @@ class PipelineTeacher:
                 f"{folder}: expected {self.codec.channels} input channels, as of its VAE, got {config['in_channels']}: "
                 "image-to-video models cannot be sampled from prompts alone"
             )
-        # the only file that also lists components that were not downloaded
-        parts = read_json(folder.parent / "model_index.json")
-        if (parts.get("transformer_2") or [None])[0] is not None:
-            raise ValueError(f"{spec}: pipelines with two transformers, one per range of timesteps, are not supported")
         if self._weights.sparse is not None:
             raise ValueError(f"{folder} is sparse, but a teacher must be dense: sample the run it was exported from")
         shape = latent_shape(self.codec, options)

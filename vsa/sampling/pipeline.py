@@ -27,6 +27,7 @@ from vsa.checkpoints.weight_source import RunWeights
 from vsa.config import build, check_targets
 from vsa.data.batch import TextPadding, pad_text
 from vsa.data.codecs import Codec
+from vsa.data.index import USUAL_FPS
 from vsa.data.text import TextEncoder
 from vsa.diffusion.flow_matching import FlowShift, noise_like
 from vsa.diffusion.latent_statistics import LatentStatistics
@@ -58,6 +59,7 @@ class LoadedRun:
         text_padding: padding of the training captions.
         sampling: settings with which the run samples its own clips; see `sampling_of`. Not used for a run with a step
             list, whose config describes the sampling of its teacher.
+        fps: frames per second of its clips.
         step_list: timesteps of a distilled generator; None for a model that needs many steps.
     """
 
@@ -74,6 +76,7 @@ class LoadedRun:
     weights: str
     text_padding: TextPadding = "mask"
     sampling: Mapping[str, Any] = field(default_factory=dict)
+    fps: float = USUAL_FPS
     step_list: tuple[float, ...] | None = None
 
     @property
@@ -205,6 +208,7 @@ def load_run(
         weights=source.group,
         text_padding=config["data"].get("text_padding", "mask"),
         sampling=sampling_of(config),
+        fps=((config.get("callbacks") or {}).get("samples") or {}).get("fps") or state.get("fps", USUAL_FPS),
         step_list=source.step_list,
     )
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import shlex
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -13,6 +15,7 @@ from typing import Any
 from hydra import version
 from hydra._internal.utils import _run_hydra, get_args_parser
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
@@ -54,6 +57,7 @@ def launch(arguments: Sequence[str], job: Callable[[DictConfig], Any] | None = N
         with reports, signals, checked_hydra():
             if args.experimental_rerun is not None:
                 raise ValueError("--experimental-rerun is not supported: it reads a pickled config")
+            refuse_unreadable(args.overrides)
             _run_hydra(
                 args=args,
                 args_parser=parser,
@@ -65,6 +69,21 @@ def launch(arguments: Sequence[str], job: Callable[[DictConfig], Any] | None = N
         if traceback and stop.__cause__ is not None:
             raise stop.__cause__ from None
         raise
+
+
+def refuse_unreadable(settings: Sequence[str]) -> None:
+    """Raise ValueError for a setting that Hydra's grammar does not know, and say what to type."""
+    for word in settings:
+        try:
+            OverridesParser.create().parse_override(word)
+        except HydraException:
+            key, equals, value = word.partition("=")
+            if not equals:
+                raise ValueError(f"{word}: expected KEY=VALUE, such as experiment={word}") from None
+            text = value.replace('"', "")
+            typed = re.sub(r"[^][,]+", lambda part: f'"{part[0].strip()}"', text) if text[:1] == "[" else f'"{text}"'
+            wanted = shlex.quote(f"{key}={typed}")
+            raise ValueError(f"{word}: text with such characters is typed in quotes: {wanted}") from None
 
 
 def run(cfg: DictConfig) -> float | None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from vsa.data.codecs import Codec
-from vsa.data.index import CodecInfo, TextInfo
+from vsa.data.index import USUAL_FPS, CodecInfo, TextInfo
 from vsa.data.plan import SampleRef, Shape
 from vsa.data.sample_store import clip_number, probe_statistics
 from vsa.data.text import TextEncoder
@@ -78,6 +78,7 @@ class WorldStore:
         self.codec = CodecInfo.of(codec)
         self.text_encoder = TextInfo.of(text_encoder)
         self.cond_channels = 0
+        self.fps = USUAL_FPS
         self.null_text = text_encoder.encode("")
         self.size = clip_size(clips.grid, codec)
         least, most = _PROBE_CLIPS

@@ -81,7 +81,7 @@ class Samples(L.Callback):
         flow_shift: shift of the sampler's noise levels; None: that of the training. A distillation must set the shift
             of its teacher.
         seed: seed of the sampling noise, the same at every step so that clips can be compared.
-        fps: frames per second of the files.
+        fps: frames per second of the files; None: those of most clips of the data.
         sparsity: points of the sparsity schedule to sample at: the top-k of the step (current), all tiles (dense), the
             end value of the schedule (target). With more than one, each set has a folder of that name.
     """
@@ -98,7 +98,7 @@ class Samples(L.Callback):
         guidance: NonNegative = 1.0,
         flow_shift: Positive | None = None,
         seed: Seed = 0,
-        fps: Positive = 8,
+        fps: Positive | None = None,
         sparsity: Sequence[SparsityPoint] = ("current",),
     ):
         self.run_dir = Path(run_dir)
@@ -106,13 +106,16 @@ class Samples(L.Callback):
         self._from_data = prompts is None
         # prompts become file names
         self.prompts = [without_secrets(prompt, named=False) for prompt in prompts or ()]
-        self.every_n_steps, self.seed, self.fps = every_n_steps, seed, fps
+        self.every_n_steps, self.seed = every_n_steps, seed
+        self.fps: Any = fps
         self.steps, self.guidance, self.flow_shift = steps, guidance, flow_shift
         self.sparsity = check_points("callbacks.samples.sparsity", sparsity)
         self._sampled_step = -1
         self._teacher: ClipSet | None = None
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+        data: Any = trainer.datamodule  # type: ignore[attr-defined]
+        self.fps = self.fps or data.fps
         if self._from_data:
             self.prompts = self._own_prompts(trainer, pl_module)
         pl_module.status.prompt = self.prompts[0] if self.prompts else None

@@ -1,0 +1,76 @@
+"""The media files of a folder, and what else lies in it."""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from vsa.data.captions import CAPTION_FILES
+from vsa.data.video_files import IMAGE_SUFFIXES, VIDEO_SUFFIXES
+
+# what systems leave in folders, and their files for the resources of another file
+_SYSTEM_FILES = ("thumbs.db", "desktop.ini", "ehthumbs.db", ".ds_store", ".nomedia")
+_RESOURCES = "._"
+_LISTED = 3
+
+
+class MediaFolder(NamedTuple):
+    """Files of a folder and its subfolders.
+
+    Args:
+        files: every video and image.
+        ignored: (name, reason) of entries that only have such a name.
+        unread: other files by suffix, without captions and what systems leave in folders.
+    """
+
+    files: Sequence[Path]
+    ignored: Sequence[tuple[str, str]]
+    unread: Mapping[str, Sequence[str]]
+
+    def describe_unread(self) -> str:
+        """Number and names of the other files; empty without any."""
+        return ", ".join(
+            f"{len(names)} {suffix or 'without a suffix'} ({', '.join(names[:_LISTED])}"
+            f"{', ...' if len(names) > _LISTED else ''})"
+            for suffix, names in self.unread.items()
+        )
+
+
+def media_files(folder: Path, caption_file: Path | None = None) -> MediaFolder:
+    """Look through a folder; ValueError without a video or image.
+
+    Args:
+        folder: folder of videos and images, searched with its subfolders.
+        caption_file: file of captions besides those with a usual name.
+    """
+    if not folder.is_dir():
+        raise ValueError(f"no such folder of videos: {folder}")
+    paths = sorted(path for path in folder.rglob("*") if not path.name.startswith(_RESOURCES))
+    named = {path for path in paths if path.suffix.lower() in VIDEO_SUFFIXES + IMAGE_SUFFIXES}
+    files = [path for path in paths if path in named and path.is_file()]
+    captions = {folder / name for name in CAPTION_FILES} | ({caption_file} if caption_file else set())
+    stems = {_stem(path) for path in files}
+    unread: dict[str, list[str]] = {}
+    for path in paths:
+        is_caption = path in captions or (path.suffix.lower() == ".txt" and _stem(path) in stems)
+        if path not in named and not is_caption and path.name.lower() not in _SYSTEM_FILES and path.is_file():
+            unread.setdefault(path.suffix.lower(), []).append(path.relative_to(folder).as_posix())
+    ignored = [
+        (path.relative_to(folder).as_posix(), "it is a folder" if path.is_dir() else "it is a link to a missing file")
+        for path in paths
+        if path in named and not path.is_file()
+    ]
+    found = MediaFolder(files, ignored, dict(sorted(unread.items(), key=lambda item: -len(item[1]))))
+    if not files:
+        others = f", it has {found.describe_unread()}" if unread else ""
+        raise ValueError(
+            f"no videos in {folder}{others} (looked for {' '.join(VIDEO_SUFFIXES + IMAGE_SUFFIXES)}; "
+            "HEIC pictures must be converted)"
+        )
+    return found
+
+
+def _stem(path: Path) -> str:
+    return unicodedata.normalize("NFC", str(path.with_suffix("")))
