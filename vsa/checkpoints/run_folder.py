@@ -166,7 +166,7 @@ def check_folder(folder: Path, *, overwrite: bool) -> None:
 
 def refuse_inside_run(folder: Path, what: str) -> None:
     """Raise ValueError if a folder is that of a run or within one, where another one may not write."""
-    outer = next((path for path in (folder.resolve(), *folder.resolve().parents) if _is_run(path)), None)
+    outer = next((path for path in (folder.resolve(), *folder.resolve().parents) if _has_manifest(path)), None)
     if outer is not None:
         raise ValueError(f"{what} is inside a run, {outer}: choose another folder")
 
