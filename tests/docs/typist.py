@@ -47,8 +47,6 @@ OTHERS = {
     "encode": ("--device", "cpu"),
     "latents": ("--device", "cpu", "--size", "64", "64", "--frames", "9", "--steps", "2"),
     "evaluate": ("--device", "cpu", "--steps", "2", "--min-psnr", "0"),
-    "compare-attention": ("--steps", "2"),
-    "tune-sparge": ("--device", "cpu", "--latents", "3", "8", "8"),
     "sample": ("--steps", "2"),
     "inspect": ("--layers", "0", "--timesteps", "500"),
     "benchmarks.toy.score": ("--steps", "2", "--clips", "2"),
@@ -86,6 +84,12 @@ class Typist:
     def _smaller(self, name: str, arguments: Sequence[str]) -> Sequence[str]:
         if name == "sweep":
             return [*FEW, *SIZES, "data.toy.count=12", "data.toy.size=[8,64,64]", "trainer.max_steps=1"]
+        if name == "tune-sparge" and "--latents" in arguments:
+            return ("--device", "cpu", "--latents", "3", "8", "8")
+        if name == "compare-attention" and "21" in arguments:
+            return ("--synthetic", "4", "8", "8", "--heads", "1", "--head-dim", "16")
+        if name == "compare-attention" and "--prompt" in arguments:
+            return ("--steps", "2")
         if name == "encode" and "--buckets" in arguments:
             return ("--device", "cpu", "--buckets", "64x64x9", "--text-dtype", "float32")
         if name == "encode" and "512" in arguments:
@@ -109,12 +113,15 @@ class Typist:
             own += ["data.toy.count=12"]
         if experiment == "experiment=quickstart":
             own += ["optim.schedule.total_steps=8"]
-        if "_wan_" in experiment and "model=from_checkpoint" not in arguments:
-            own += ["model=from_checkpoint", "tile_thw=[2,2,2]", "sparsity=constant", "sparsity.sparsity=0.5"]
-        elif "_wan_" not in experiment:
+        if "_wan_" in experiment:
+            own += [] if "model=from_checkpoint" in arguments else ["model=from_checkpoint"]
+            # tiles of a grid of 3 x 4 x 4, where the command has not its own
+            has_tiles = any(word.startswith("tile_thw=") for word in arguments)
+            own += [] if has_tiles else ["tile_thw=[2,2,2]", "sparsity=constant", "sparsity.sparsity=0.5"]
+        else:
             own += SIZES
         if "120m" in experiment:
-            own += ["tile_thw=[1,2,2]", "sparsity.sparsity=0.5"]
+            own += ["tile_thw=[1,2,2]", "sparsity.topk=null", "sparsity.sparsity=0.5"]
         # those under other names only change a setting, and others of a page are an alternative to the first
         again = experiment in self._trained and "ckpt_path=last" not in arguments
         self._trained.add(experiment)
