@@ -72,9 +72,10 @@ def prepare(typist: Typist, listing: list[Command]) -> None:  # noqa: F811
     if any("SHARDS" in word for word in words) and not (makes and makes[0] == listing[0]):
         is_wan = any("wan" in word for word in words)
         typist(f"vsa encode VIDEOS SHARDS {f'--model {WAN}' if is_wan else '--text-dim 4096'}")
-    if "outputs/finetune_wan_1_3b/default" in words and not any(
-        "experiment=finetune_wan_1_3b" in c.words for c in listing
-    ):
+        if is_wan and any("120m" in word for word in words):
+            typist("vsa encode VIDEOS HAAR_SHARDS --text-dim 4096")
+    finetunes = any("experiment=finetune_wan_1_3b" in c.words for c in listing)
+    if "outputs/finetune_wan_1_3b/default" in words and not finetunes:
         if not (folder / "SHARDS").exists():
             typist(f"vsa encode VIDEOS SHARDS --model {WAN}")
         typist(f"vsa train experiment=finetune_wan_1_3b data.root=SHARDS init_from={WAN} data.codec.source={WAN}")

@@ -82,8 +82,6 @@ class Typist:
         return NEXT.findall("\n".join([out, err, *self._log.messages]))
 
     def _smaller(self, name: str, arguments: Sequence[str]) -> Sequence[str]:
-        if name == "sweep":
-            return [*FEW, *SIZES, "data.toy.count=12", "data.toy.size=[8,64,64]", "trainer.max_steps=1"]
         if name == "tune-sparge" and "--latents" in arguments:
             return ("--device", "cpu", "--latents", "3", "8", "8")
         if name == "compare-attention" and "21" in arguments:
@@ -122,6 +120,8 @@ class Typist:
             own += SIZES
         if "120m" in experiment:
             own += ["tile_thw=[1,2,2]", "sparsity.topk=null", "sparsity.sparsity=0.5"]
+            # SHARDS are those of Wan on the same page
+            own += ["data.root=HAAR_SHARDS"] if (self.folder / "HAAR_SHARDS").exists() else []
         # those under other names only change a setting, and others of a page are an alternative to the first
         again = experiment in self._trained and "ckpt_path=last" not in arguments
         self._trained.add(experiment)
