@@ -324,7 +324,7 @@ def set_tensor(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Cal
 CHECKS_NOTHING: dict[str, tuple[Callable[..., Any], str]] = {
     "no cases": (
         lambda header, _: header.update(cases=[]),
-        "has 0 cases of layer 0, expected one; layers with cases, to name with --layers: none$",
+        "has 0 cases of layer 0, expected one; layers with cases, to name with --layers:$",
     ),
     "one layer": (
         lambda header, _: header["cases"].__delitem__(slice(1, None)),

@@ -66,6 +66,20 @@ def test_statistics_that_are_not_those_of_the_latents_are_told(command_line, tmp
     assert not (root / "drop.txt").exists()
 
 
+def test_a_data_set_without_samples_is_not_ok(command_line, tmp_path):
+    root = write_dataset(tmp_path / "shards")
+
+    def empty(index):
+        for shard in index["shards"]:
+            for name in ("latents", "texts", "about"):
+                shard.pop(name, None)
+
+    edit_index(root, empty)
+    status, out, err = command_line("check-data", str(root))
+    assert (status, ": ok" in out) == (1, False)
+    assert f"{root} holds no samples" in out + err
+
+
 def test_a_folder_without_an_index_is_one_line(command_line, tmp_path):
     status, _, err = command_line("check-data", str(tmp_path))
     assert status == 1

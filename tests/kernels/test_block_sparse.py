@@ -446,10 +446,10 @@ def _offsets(values: list[int]):
         (_values("kv_indices", (1, 0, 1, 1), 0), r"must ascend in a row, got 0 then 0 in row \[1, 0, 1\]"),
         (_values("kv_num_blocks", (0, 0, 0), 7), "kv_num_blocks must be in 0 .. 6, got .* 7"),
         (_bounds(6, 6), None),
-        (_bounds(7, None), "max_blocks must be in 6 .. 6, as kv_num_blocks runs from 6 to 6, got 7"),
-        (_bounds(1, 1), "max_blocks must be in 6 .. 6, .* got 1"),
-        (_bounds(6, 7), "min_blocks must be in 0 .. 6, .* got 7"),
-        (_bounds(None, -1), "min_blocks must be in 0 .. 6, .* got -1"),
+        (_bounds(7, None), "max_blocks must be in 6 .. 6 as kv_num_blocks is, got 7"),
+        (_bounds(1, 1), "max_blocks must be in 6 .. 6 .* got 1"),
+        (_bounds(6, 7), "min_blocks must be in 0 .. 6 .* got 7"),
+        (_bounds(None, -1), "min_blocks must be in 0 .. 6 .* got -1"),
         (_offsets([0, 7, 9, 8, 21, 27, 31]), "kv_blocks.offsets must ascend, got 9 then 8 at block 2"),
         (_offsets([0, 7, 9, 20, 21, 27, 30]), "kv_blocks.offsets must run from 0 to 31, got 0 to 30"),
         (_offsets([0, 6, 9, 20, 21, 27, 31]), None),
@@ -480,7 +480,10 @@ def test_values_of_fine_masks_are_checked():
         (replace(index, mask_ids=index.mask_ids + len(index.mask_bits)), "mask_ids must be in 0 .. "),
         (replace(index, mask_ids=index.mask_ids - len(index.mask_bits)), "mask_ids must be in 0 .. "),
         (replace(index, kv_num_full_blocks=index.kv_num_blocks + 1), "kv_num_full_blocks must"),
-        (replace(index, kv_num_full_blocks=(index.kv_num_blocks + 1).clamp(max=6)), "kv_num_full_blocks must"),
+        (
+            replace(index, kv_num_full_blocks=(index.kv_num_blocks + 1).clamp(max=6)),
+            r"full_blocks must be .* got -1 \.\.",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             block_sparse_attn(case.q, case.k, case.v, broken, **mask)

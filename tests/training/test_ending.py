@@ -49,10 +49,10 @@ ROOT = Path(__file__).parents[2]
 
 def test_a_training_that_changes_nothing_does_not_finish(training):
     """A loss of NaN from the first step on ended with status 0 where the run was shorter than `task.max_skipped`."""
-    with pytest.raises(FloatingPointError, match="gradients were not finite in any of 3 steps: nothing was trained"):
+    with pytest.raises(FloatingPointError, match="gradients were not finite in any of 3 steps"):
         training("trainer.max_steps=3", callbacks=(BadGradient(range(3)),))
     ends = json.loads((training.folder() / "run.json").read_text())
-    assert "nothing was trained" in json.dumps(ends)
+    assert "not finite in any of 3 steps" in json.dumps(ends)
     # a step that was taken is enough, wherever it stands
     training("run=one", "trainer.max_steps=3", callbacks=(BadGradient((1, 2)),))
     training("run=two", "trainer.max_steps=3", callbacks=(BadGradient((0, 1)),))

@@ -206,8 +206,7 @@ def convert(source: WeightSource, out: Path, options: Conversion, *, like: str |
         refuse_for_fastvideo(sparse)
     dtype = None if options.dtype is None else getattr(torch, options.dtype)
     if options.to == "run":
-        what = f"the weights in {options.dtype}"
-        tensors = {name: finite(value.to(dtype or value.dtype), name, what) for name, value in source.items()}
+        tensors = {n: finite(v.to(dtype or v.dtype), n, f"--dtype {options.dtype}") for n, v in source.items()}
         write_run(out, tensors, arguments, sparse, steps, sampling)
     else:
 

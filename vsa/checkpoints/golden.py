@@ -92,6 +92,9 @@ class GoldenError:
         return not self.error <= self.tolerance
 
 
+Engine = Callable[[GoldenCase], Tensor]
+
+
 def attention_output(model: VideoDiT, case: GoldenCase, recorder: Recorder | None = None) -> Tensor:
     """Self-attention output `[1, L, C]` of one layer in raster order, computed by the reference engine."""
     block = cast(TransformerBlock, model.blocks[case.layer])
@@ -244,11 +247,7 @@ def _is_steady(model: VideoDiT, case: GoldenCase, seed: int) -> bool:
 
 
 def check_golden(
-    folder: str | Path,
-    run: Callable[[GoldenCase], Tensor],
-    *,
-    layers: Sequence[int] | None = None,
-    tolerance: float = TOLERANCE,
+    folder: str | Path, run: Engine, *, layers: Sequence[int] | None = None, tolerance: float = TOLERANCE
 ) -> list[GoldenError]:
     """Compare an engine with the golden tensors of an exported folder, layer by layer.
 
@@ -295,9 +294,8 @@ def _cases(path: Path, layers: Sequence[int]) -> Iterator[tuple[GoldenCase, Tens
             rows, grid = header["cases"], cast(Grid, tuple(header["grid_thw"]))
             counts = Counter(row["layer"] for row in rows)
             if odd := [layer for layer in layers if counts[layer] != 1]:
-                known = ",".join(map(str, sorted(counts))) or "none"
-                case = f"{counts[odd[0]]} cases of layer {odd[0]}, expected one"
-                raise ValueError(f"{path} has {case}; layers with cases, to name with --layers: {known}")
+                known = f"expected one; layers with cases, to name with --layers: {','.join(map(str, sorted(counts)))}"
+                raise ValueError(f"{path} has {counts[odd[0]]} cases of layer {odd[0]}, {known}")
             for row in rows:
                 layer = row["layer"]
                 if layer not in layers:

@@ -32,6 +32,8 @@ def check_dataset(root: Path, drop_list: Path | None = None) -> None:
     """
     reader = LatentReader(root, whole=False)
     problems, bad = list(reader.misshapen_shards().values()), dict[str, str]()
+    if not reader.index.samples:
+        problems.append(f"{root} holds no samples")
     sums = torch.zeros(3, reader.index.codec.channels, dtype=torch.float64)
     with Progress(transient=True) as progress:
         problems += [f"shard {path} is damaged: its digest differs from the index" for path in reader.damaged_shards()]
@@ -100,5 +102,5 @@ def _wrong_statistics(index: DatasetIndex, sums: Tensor) -> Iterator[str]:
             ("latent_mean", float(mean[channel]), index.latent_mean[channel]),
             ("latent_std", float(std[channel]), index.latent_std[channel]),
         ):
-            if abs(actual - expected) > _TOLERANCE * float(std[channel]):
+            if not abs(actual - expected) <= _TOLERANCE * float(std[channel]):
                 yield f"{name}[{channel}]={expected:.6g} in the index, but the latents have {actual:.6g}"

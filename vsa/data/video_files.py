@@ -204,13 +204,9 @@ def _opened(path: Path) -> Iterator[tuple[InputContainer, VideoStream]]:
 
 def _moving(path: Path) -> int:
     """Place of the first video stream with more than one picture, so no cover; 0 if there is none."""
-    pictures: Counter[int] = Counter()
     with av.open(str(path), metadata_errors="replace") as container:
         places = [stream.index for stream in container.streams.video]
-        for packet in container.demux(video=[*range(len(places))]):
-            pictures[packet.stream_index] += packet.size > 0
-            if pictures[places[0]] > 1:
-                break
+        pictures = Counter(p.stream_index for p in container.demux(video=[*range(len(places))]) if p.size)
     return next((place for place, index in enumerate(places) if pictures[index] > 1), 0)
 
 

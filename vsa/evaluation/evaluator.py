@@ -313,15 +313,15 @@ def sample_clips(
         uint8 `[N, T, H, W, 3]`, decoded with zeros instead of NaN and infinity, bool `[N]`, and `[N, C, t, h, w]`.
     """
     seeds = clip_seeds(settings.seed, prompts)
-    videos, finite, all_latents = [], [], []
+    videos, sampled = [], []
     for start in range(0, len(prompts), settings.batch_size):
         part = slice(start, start + settings.batch_size)
         latents = sample_latents(run.model, run.text_encoder, prompts[part], seeds[part], settings, progress)
-        all_latents.append(latents.cpu())
-        finite.append(latents.isfinite().flatten(1).all(1).cpu())
+        sampled.append(latents.cpu())
         latents = latents.nan_to_num(0, 0, 0)
         videos.append(decode_latents(run.codec, latents, run.statistics))
-    return torch.cat(videos), torch.cat(finite), torch.cat(all_latents)
+    all_latents = torch.cat(sampled)
+    return torch.cat(videos), all_latents.isfinite().flatten(1).all(1), all_latents
 
 
 def record_path(folder: Path, checkpoint_name: str) -> Path:

@@ -203,12 +203,10 @@ def _judge(record: Mapping[str, Any], bars: Sequence[Bar]) -> list[str]:
     """Print the metrics of a checkpoint and return one line for each bar that it misses."""
     metrics = record["metrics"]
     missing = record.get("missing", {})
-    summary = ", ".join(f"{name} {float(metrics[name]):.5g}" for name in SHOWN if name in metrics)
+    summary = ", ".join(f"{name} {float(metrics[name]):.5g}" for name in (*SHOWN, "kernel_distance") if name in metrics)
     if "kernel_distance" in metrics:
-        value, low, high, real, noise = (
-            float(metrics[f"kernel_distance{x}"]) for x in ("", "_low", "_high", "_real", "_noise")
-        )
-        summary += f", kernel_distance {value:.5g} (95% {low:.3g} to {high:.3g}; real {real:.3g}, noise {noise:.3g})"
+        low, high, real, noise = (float(metrics[f"kernel_distance_{x}"]) for x in ("low", "high", "real", "noise"))
+        summary += f" (95% {low:.3g} to {high:.3g}; real {real:.3g}, noise {noise:.3g})"
         # clips like noise are no clips, whatever bars were asked for
         bars = [*bars, Bar(metric="kernel_distance", bound=noise / 2, least=False)]
     summary += "".join(f", {name} missing ({reason})" for name, reason in missing.items())

@@ -47,10 +47,8 @@ def kernel_distance(features: Tensor, reference: Tensor, *, draws: int = 1000) -
     def estimate(*counts: Tensor) -> Tensor:
         # [draws, N] and [draws, M]: how often each clip counts
         totals = [count.sum(1) for count in counts]
-        means = [
-            ((count @ kernel) * count).sum(1) / (total**2 - (count**2).sum(1))
-            for count, kernel, total in zip(counts, within, totals, strict=True)
-        ]
+        triples = zip(counts, within, totals, strict=True)
+        means = [((count @ kernel) * count).sum(1) / (n**2 - (count**2).sum(1)) for count, kernel, n in triples]
         return means[0] + means[1] - 2 * ((counts[0] @ across) * counts[1]).sum(1) / (totals[0] * totals[1])
 
     generator = torch.Generator().manual_seed(0)
@@ -72,9 +70,9 @@ def clip_features(latents: Tensor) -> Tensor:
     Returns:
         float64 `[N, F]` on the CPU, F = 128 C (less where there are fewer cells or frames).
     """
-    latents = latents.detach().cpu().double()
-    parts = [latents] if latents.shape[2] == 1 else [latents, latents.diff(dim=2).abs()]
-    return torch.cat([_cells(part) for part in parts], 1)
+    x = latents.detach().cpu().double()
+    # one frame has no differences
+    return torch.cat([_cells(part) for part in (x, x.diff(dim=2).abs())[: x.shape[2]]], 1)
 
 
 def against_real(latents: Tensor, real: Tensor) -> dict[str, float]:
@@ -96,11 +94,8 @@ def against_real(latents: Tensor, real: Tensor) -> dict[str, float]:
     target = clip_features(real)
     halves = target[torch.randperm(len(target), generator=generator)].tensor_split(2)
     pairs = {"": (clip_features(latents), target), "_real": halves, "_noise": (clip_features(noise), target)}
-    return {
-        f"kernel_distance{name}{end}": value
-        for name, pair in pairs.items()
-        for end, value in zip(("", "_low", "_high"), kernel_distance(*pair), strict=True)
-    }
+    rows = {name: zip(("", "_low", "_high"), kernel_distance(*pair), strict=True) for name, pair in pairs.items()}
+    return {f"kernel_distance{name}{end}": value for name, row in rows.items() for end, value in row}
 
 
 def frechet_distance(features: Tensor, reference: Tensor) -> float:
@@ -140,8 +135,7 @@ def _check_features(*sets: Tensor) -> None:
 
 def _cells(x: Tensor) -> Tensor:
     """`[N, C, T, H, W]` averaged over at most `CELLS` cells of each axis, `[N, C * cells]`."""
-    frames, height, width = (min(size, CELLS) for size in x.shape[2:])
-    return F.adaptive_avg_pool3d(x, (frames, height, width)).flatten(1)
+    return F.adaptive_avg_pool3d(x, [min(size, CELLS) for size in x.shape[2:]]).flatten(1)
 
 
 def refuse_few(count: int, what: str) -> None:

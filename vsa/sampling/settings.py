@@ -47,8 +47,8 @@ class SampleSettings:
             raise ValueError(f"topk must be at least 1, got {self.topk}")
         if len(self.latent_shape) != 4 or min(self.latent_shape) < 1:
             raise ValueError(f"latent_shape must be four positive sizes (C, T, H, W), got {self.latent_shape}")
-        if not self.flow_shift > 0:
-            raise ValueError(f"flow shift must be positive, got {self.flow_shift}")
+        if not 0 < self.flow_shift < math.inf:
+            raise ValueError(f"flow shift must be positive and finite, got {self.flow_shift}")
         if not math.isfinite(self.guidance):
             raise ValueError(f"guidance must be a finite number, got {self.guidance}")
         if self.step_list is not None and (self.steps, self.flow_shift) != (len(step_list(self.step_list)), 1):

@@ -134,9 +134,7 @@ class GradientClipper:
     def refuse_all_dropped(self) -> None:
         """Raise FloatingPointError at the end of a training if it dropped every update, so that nothing was trained."""
         if self.skipped and self._in_row >= self._made:
-            raise FloatingPointError(
-                f"gradients{self._of} were not finite in any of {self._made} steps: nothing was trained"
-            )
+            raise FloatingPointError(f"gradients{self._of} were not finite in any of {self._made} steps")
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         """Update with the gradients of the last call unless they were dropped, and clear them.

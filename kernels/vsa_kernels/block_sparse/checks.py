@@ -75,15 +75,12 @@ def check_mask_values(mask: BlockMask, num_q: int, num_kv: int) -> None:
     full = counts if index.kv_num_full_blocks is None else index.kv_num_full_blocks
     _check_range("kv_num_blocks", counts, capacity)
     _check_range("kv_num_full_blocks", full, capacity)
-    if bool((full > counts).any()):
-        raise ValueError("kv_num_full_blocks must not exceed kv_num_blocks in any row")
+    _check_range("kv_num_blocks - kv_num_full_blocks", counts - full, capacity)
     if counts.numel():
         least, most = (int(x) for x in counts.aminmax())
-        bounds = (("max_blocks", index.max_blocks, most, capacity), ("min_blocks", index.min_blocks, 0, least))
-        for name, value, low, high in bounds:
+        for name, value, low, high in (("max", index.max_blocks, most, capacity), ("min", index.min_blocks, 0, least)):
             if value is not None and not low <= value <= high:
-                known = f"as kv_num_blocks runs from {least} to {most}"
-                raise ValueError(f"{name} must be in {low} .. {high}, {known}, got {value}")
+                raise ValueError(f"{name}_blocks must be in {low} .. {high} as kv_num_blocks is, got {value}")
     slot = torch.arange(capacity, device=counts.device)
     in_list = slot < counts[..., None]
     _check_range("kv_indices", index.kv_indices[in_list], num - 1)

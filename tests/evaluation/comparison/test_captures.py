@@ -122,6 +122,7 @@ def test_files_that_are_none_are_refused(tmp_path: Path):
         ({"0.q": x, "0.k": x}, [entry], "not a complete file of captures: '0.v'"),
         ({"0.q": x, "0.k": x, "0.v": x[:, :7]}, [entry], r"q.safetensors: 0.v must be .* got \[1, 7, 2, 4\]"),
         ({"0.q": x}, [], "holds no captures"),
+        ({"0.q": x, "0.k": x, "0.v": x / 0}, [entry], "q.safetensors: captures: 64 values of 0.v are NaN or infinite"),
     ):
         facts = {"source": "here", "attention": None, "captures": captures}
         tensors = {name: one.clone() for name, one in tensors.items()}

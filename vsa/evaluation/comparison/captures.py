@@ -20,6 +20,7 @@ from vsa.attention.base import AttentionMethod
 from vsa.attention.context import AttnContext
 from vsa.attention.layout import Segment, TileLayout
 from vsa.attention.tiling import Grid
+from vsa.checkpoints.weight_files import finite
 from vsa.evaluation.attention_map import denoise_once
 from vsa.evaluation.inspection.clip import Clip
 from vsa.files import atomic_file, open_tensors, parse_json
@@ -212,7 +213,7 @@ def load_captures(path: Path) -> Captures:
 
 def _item(tensors: Mapping[str, Tensor], i: int, description: Mapping[str, Any]) -> Capture:
     t, h, w = description["grid_thw"]
-    q, k, v = (tensors[f"{i}.{name}"] for name in "qkv")
+    q, k, v = (finite(tensors[f"{i}.{name}"], f"{i}.{name}", "captures") for name in "qkv")
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() != 4 or x.shape[1] != t * h * w:
             raise ValueError(
