@@ -267,3 +267,10 @@ def test_an_index_of_a_component_names_files_of_its_folder(name, tmp_path):
     index.write_text(json.dumps({"weight_map": {"a": "model-00001.safetensors", "b": name}}))
     with pytest.raises(ValueError, match=r"index.json names .*, expected a relative path without \.\."):
         component_folder(tmp_path, "text_encoder")
+
+
+def test_the_text_encoder_needs_ftfy(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert clean_caption("sch\u00c3\u00b6n &amp;amp;  gut") == "sch\u00f6n & gut"
+    monkeypatch.setattr("vsa.data.text.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"^Wan's text encoder needs ftfy.*vsa-train\[wan\]"):
+        UMT5Encoder(str(folder))

@@ -7,6 +7,7 @@ import hashlib
 import html
 import re
 from collections.abc import Iterable, Sequence
+from importlib.util import find_spec
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -124,7 +125,7 @@ def _signs(name: str, dim: int) -> np.ndarray:
 class UMT5Encoder:
     """Wan's text encoder UMT5-XXL: one row per token of the caption, the end token included.
 
-    Captions are cleaned as diffusers' Wan pipelines do (mojibake repaired where ftfy is installed, HTML entities
+    Captions are cleaned as diffusers' Wan pipelines do (mojibake repaired by ftfy, HTML entities
     resolved, white space joined). Wan was trained on these rows padded with zeros to 512 and without a mask: train on
     them with `text_padding=zeros`. Weights are loaded at the first caption. Needs the extra `wan` (transformers).
 
@@ -145,6 +146,9 @@ class UMT5Encoder:
     ) -> None:
         if max_tokens < 1:
             raise ValueError(f"max_tokens must be at least 1, got {max_tokens}")
+        # without it captions would be cleaned otherwise under the same hash
+        if find_spec("ftfy") is None:
+            raise ValueError("Wan's text encoder needs ftfy, which cleans captions: pip install 'vsa-train[wan]'")
         self._folder = component_folder(source, "text_encoder")
         self._tokenizer_folder = component_folder(source, "tokenizer")
         config = read_config(self._folder, "UMT5EncoderModel")
@@ -204,11 +208,8 @@ class UMT5Encoder:
 
 def clean_caption(text: str) -> str:
     """A caption as diffusers' `WanPipeline` passes it to the tokenizer."""
-    try:
-        import ftfy  # pyright: ignore[reportMissingImports]
-    except ImportError:
-        pass
-    else:
-        text = ftfy.fix_text(text)
+    import ftfy  # pyright: ignore[reportMissingImports]
+
+    text = ftfy.fix_text(text)
     # some web captions are escaped twice
     return re.sub(r"\s+", " ", html.unescape(html.unescape(text))).strip()
