@@ -241,6 +241,24 @@ def test_a_name_that_is_no_folder_is_refused(monkeypatch, tmp_path):
         open_weights("nobody/nothing")
 
 
+def test_one_of_two_experts_is_refused(tmp_path):
+    for parts in ({"transformer_2": ["diffusers", "WanTransformer3DModel"]}, {"boundary_ratio": 0.875}):
+        saved(tmp_path / "wan" / "transformer")
+        index = {"_class_name": "WanPipeline", "transformer": ["diffusers", "WanTransformer3DModel"]}
+        (tmp_path / "wan" / "model_index.json").write_text(json.dumps(index | parts))
+        for spec in (tmp_path / "wan", tmp_path / "wan" / "transformer"):
+            for read in (open_weights, open_network):
+                with pytest.raises(ValueError, match=r"wan.* has two transformers, one per range of timesteps"):
+                    read(spec)
+        # as a pipeline of one model writes it
+        one = index | {"transformer_2": [None, None], "boundary_ratio": None}
+        (tmp_path / "wan" / "model_index.json").write_text(json.dumps(one))
+        assert open_weights(tmp_path / "wan").shapes
+    low = saved(tmp_path / "low_noise_model")
+    with pytest.raises(ValueError, match=r"low_noise_model has two transformers"):
+        open_weights(low)
+
+
 def test_what_is_downloaded(monkeypatch, tmp_path):
     from huggingface_hub.utils import filter_repo_objects
 
