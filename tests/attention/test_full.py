@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
+import torch.nn.functional as F
 
 from vsa.attention.context import AttnContext
 from vsa.attention.dense import attn_in_parts, cross_attn, query_parts
@@ -93,3 +96,16 @@ def test_cross_attention_of_a_training_step(device):
         b = b if a.shape == b.shape else torch.nn.functional.pad(b, (0, 0, 0, 0, 0, 37))
         assert (a.double() - b).norm() < 1e-2 * b.norm()
         assert (a.double() - 1.02 * b).norm() > 1e-2 * b.norm()
+
+
+@pytest.mark.parametrize("keys", [1, 2, 7, 15, 16, 40])
+def test_a_query_of_nan_is_not_hidden(keys):
+    """As torch's kernel for CPUs does for fewer than 16 keys; nothing else changes by a bit."""
+    q, k, v = (torch.randn(1, n, 2, 8, generator=torch.Generator().manual_seed(n)) for n in (10, keys, keys))
+    expected = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
+    assert torch.equal(dense_attn(q, k, v), expected)
+    q[0, 3, 1, 2] = math.nan
+    found = dense_attn(q, k, v)
+    assert found[0, 3, 1].isnan().all()
+    assert torch.equal(found[:, :3], expected[:, :3])
+    assert torch.equal(found[:, :, 0], expected[:, :, 0])

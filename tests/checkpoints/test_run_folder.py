@@ -580,6 +580,6 @@ def test_a_start_tells_what_has_changed_since_the_last_one(tmp_path):
     # neither cores nor the level change a number
     assert note_start(tmp_path, step=3, environment={**here, "cores": 2, "level": 1}) == []
     there = {"cpu": "a", "gpu": "H200", "threads": 2, "versions": {"torch": "2.13.0", "numpy": "2"}}
-    expected = ["threads 4 -> 2", "torch 2.12.0 -> 2.13.0", "gpu None -> H200"]
+    expected = ["gpu None -> H200", "threads 4 -> 2", "torch 2.12.0 -> 2.13.0"]
     assert note_start(tmp_path, step=5, environment=there) == expected
     assert note_start(tmp_path, step=7, environment=there) == []

@@ -9,6 +9,8 @@ import pytest
 from vsa.data.plan import SampleRef
 from vsa.training.callbacks.announcement import few_held_out
 
+WORDS = "warning: samples held out: {}; their loss says little about others (data.val_fraction)"
+
 
 def data_of(films):
     """Held-out samples of these files."""
@@ -23,10 +25,10 @@ def data_of(films):
 @pytest.mark.parametrize(
     ("films", "told"),
     [
-        (["dark.mp4"] * 2, "2 samples are held out, all of dark.mp4: "),
-        (["dark.mp4"] * 40, "40 samples are held out, all of dark.mp4: "),
-        (["a.mp4", "b.mp4"], "2 samples are held out: "),
-        ([None, None], "2 samples are held out: "),
+        (["dark.mp4"] * 2, "2, all of dark.mp4"),
+        (["dark.mp4"] * 40, "40, all of dark.mp4"),
+        (["a.mp4", "b.mp4"], "2"),
+        ([None, None], "2"),
         ([f"{n}.mp4" for n in range(16)], None),
         ([None] * 16, None),
         ([], None),
@@ -34,14 +36,10 @@ def data_of(films):
 )
 def test_few_held_out_samples_and_those_of_one_film_are_told(films, told):
     found = few_held_out(data_of(films))
-    assert found == (
-        None if told is None else f"warning: {told}their loss says little about others (data.val_fraction)"
-    )
+    assert found == (None if told is None else WORDS.format(told))
 
 
 def test_data_without_an_index_are_counted():
     data = SimpleNamespace(held_out={(1, 1, 1, 1): (SampleRef(source="main", id="0"),)}, store=SimpleNamespace())
-    assert (
-        few_held_out(data) == "warning: 1 sample is held out: their loss says little about others (data.val_fraction)"
-    )
+    assert few_held_out(data) == WORDS.format(1)
     assert few_held_out(SimpleNamespace(store=SimpleNamespace())) is None

@@ -11,6 +11,7 @@ from vsa.checkpoints.run_folder import MANIFEST, checked_out_commit, local_time,
 from vsa.files import write_whole
 
 STARTS = "starts"
+_TOLD = ("commit", "cpu", "gpu", "threads", "processes")
 
 
 def note_start(folder: Path, *, step: int, environment: Mapping[str, Any]) -> list[str]:
@@ -24,17 +25,13 @@ def note_start(folder: Path, *, step: int, environment: Mapping[str, Any]) -> li
     start = {"began": local_time(), "step": step, "commit": checked_out_commit(), "environment": {**environment}}
     manifest = read_manifest(folder)
     _write(folder, {**manifest, STARTS: [*manifest.get(STARTS, []), start]})
-    before, now = (_facts(one) for one in (*manifest.get(STARTS, [])[-1:], start)) if manifest.get(STARTS) else ({}, {})
-    names = dict.fromkeys((*before, *now))
-    return [f"{name} {before.get(name)} -> {now.get(name)}" for name in names if before.get(name) != now.get(name)]
-
-
-def _facts(start: Mapping[str, Any]) -> dict[str, Any]:
-    """What may change the numbers of a run: versions, devices, threads and the code."""
-    environment = dict(start.get("environment", {}))
-    versions = environment.pop("versions", {})
-    kept = {name: value for name, value in environment.items() if name in ("cpu", "gpu", "threads", "processes")}
-    return {"commit": start.get("commit"), **kept, **versions}
+    facts = []
+    for one in (*manifest.get(STARTS, [])[-1:], start):
+        # the hardware, the threads and the versions; a level of recomputation changes no number
+        kept = {"commit": one.get("commit"), **one.get("environment", {})}
+        facts.append({**{name: kept.get(name) for name in _TOLD}, **kept.get("versions", {})})
+    before, now = facts[0], facts[-1]
+    return [f"{name} {before.get(name)} -> {value}" for name, value in now.items() if value != before.get(name)]
 
 
 def note_environment(folder: Path, facts: Mapping[str, Any]) -> None:

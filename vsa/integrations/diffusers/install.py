@@ -77,12 +77,9 @@ class Applied:
         """Forward pre-hook that reads the grid, the text lengths and the denoising step from the arguments."""
         for i, layer in enumerate(self.layers):
             _refuse_fused(layer.attn, i)
-            if not isinstance(layer.attn.processor, Processor):
-                processor = type(layer.attn.processor).__name__
-                raise ValueError(
-                    f"layer {i} got the processor {processor} in place of its attention method: take that back "
-                    "(unfuse_qkv_projections() after a fusion), or call remove()"
-                )
+            if not isinstance(other := layer.attn.processor, Processor):
+                what = f"layer {i} got the processor {type(other).__name__} in place of its attention method"
+                raise ValueError(f"{what}: take it back (unfuse_qkv_projections() after a fusion), or call remove()")
         signature = inspect.signature(type(transformer).forward)
         arguments = signature.bind(transformer, *args, **kwargs).arguments
         lengths = None

@@ -23,17 +23,15 @@ FEWEST_HELD_OUT = 16
 def few_held_out(data: Any) -> str | None:
     """A warning where the held-out samples are few or of one film; None otherwise, and where the data do not say."""
     refs = [ref for refs in getattr(data, "held_out", {}).values() for ref in refs]
-    group, entry, films = split_group("file", None), getattr(data.store, "entry", None), set[str | None]()
-    for ref in refs if entry is not None else ():
-        with suppress(ValueError):
-            films.add(group(entry(ref.source, ref.id)))
-        if len(films) > 1:
-            break
+    group, films = split_group("file", None), set[str | None]()
+    with suppress(ValueError):
+        for ref in refs if hasattr(data.store, "entry") else ():
+            if len(films) < 2:
+                films.add(group(data.store.entry(ref.source, ref.id)))
     one = f", all of {films.pop()}" if len(films) == 1 else ""
     if not refs or (len(refs) >= FEWEST_HELD_OUT and not one):
         return None
-    count = "1 sample is" if len(refs) == 1 else f"{len(refs)} samples are"
-    return f"warning: {count} held out{one}: their loss says little about others (data.val_fraction)"
+    return f"warning: samples held out: {len(refs)}{one}; their loss says little about others (data.val_fraction)"
 
 
 class Announcement(L.Callback):

@@ -20,16 +20,15 @@ class Steps(L.Callback):
 
     def __init__(self, watch: Watch):
         self._watch = watch
-        self._began: float | None = None
+        self._began = 0.0
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: DiffusionModule, batch: Any, batch_idx: int) -> None:
         self._watch.begins(f"step {trainer.global_step + 1}")
-        if self._began is None:
+        if not self._began:
             self._began = perf_counter() - pl_module.status.paused_seconds
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: DiffusionModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        assert self._began is not None
         pl_module.status.trained_seconds = perf_counter() - pl_module.status.paused_seconds - self._began
         self._watch.begins(f"the data of step {trainer.global_step + 1}", stepped=True)
