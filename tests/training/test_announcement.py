@@ -29,8 +29,8 @@ def data_of(films):
         (["dark.mp4"] * 40, "40, all of dark.mp4"),
         (["a.mp4", "b.mp4"], "2"),
         ([None, None], "2"),
-        ([f"{n}.mp4" for n in range(16)], None),
-        ([None] * 16, None),
+        ([f"{n}.mp4" for n in range(20)], None),
+        ([None] * 20, None),
         ([], None),
     ],
 )

@@ -29,16 +29,15 @@ def without_autocast(step: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     @wraps(step)
-    def call(self: AttentionMethod, *args: Any) -> Any:
+    def call(self: AttentionMethod, *args: Any, **named: Any) -> Any:
         first = args[0] if isinstance(args[0], Tensor) else next(iter(args[0].values()))
         if not autocasts(first.device):
-            return step(self, *args)
+            return step(self, *args, **named)
         if first is args[0] and not first.dtype == args[1].dtype == args[2].dtype:
-            args = (*lowered(*args[:3]), *args[3:])
-            first = args[0]
+            first, *_ = args = (*lowered(*args[:3]), *args[3:])
         gates = [{n: x.to(first.dtype) for n, x in a.items()} if isinstance(a, dict) else a for a in args[1:]]
         with torch.autocast(first.device.type, enabled=False):
-            return step(self, args[0], *gates)
+            return step(self, args[0], *gates, **named)
 
     return call
 

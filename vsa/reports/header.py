@@ -28,7 +28,8 @@ def facts(root: Path, runs: Sequence[Run], variants: Sequence[Variant], missing:
     run_counts += f"; {lost} failed, refused or unreadable" if lost else ""
     created = sorted(str(run.manifest["created"])[:16] for run in runs if "created" in run.manifest)
     devices = {run.point.device for run in runs if run.point is not None and run.point.device}
-    flops = sum(run.last("throughput/flops_total") or 0 for run in runs)
+    counted = [flops for run in runs if (flops := run.last("throughput/flops_total")) is not None]
+    flops, of = sum(counted), "" if len(counted) == len(runs) else f" (of {len(counted)} runs, missing for the others)"
     spent = [run.spent("seconds", np.array([run.steps])) for run in runs]
     seconds = sum(float(each[0]) for each in spent if each is not None)
     entries = {
@@ -38,7 +39,7 @@ def facts(root: Path, runs: Sequence[Run], variants: Sequence[Variant], missing:
         "Code": ", ".join(f"{version}: {count} runs" for version, count in code_versions(runs).items()),
         "Data": "; ".join(f"{text}: {count} runs" for text, count in _counted(_data_name(run) for run in runs).items()),
         "Validation": "; ".join(_validation_sets(runs)),
-        "Training": f"{flops:.3g} executed FLOPs, {duration(seconds)} in all" if flops or seconds else "",
+        "Training": f"{flops:.3g} executed FLOPs{of}, {duration(seconds)} in all" if flops or seconds else "",
         "Page": f"written {datetime.now().astimezone().isoformat(sep=' ', timespec='minutes')}",
     }
     return {name: text for name, text in entries.items() if text}

@@ -49,7 +49,7 @@ def _variant_row(place: int, variant: Variant, partner: Variant | None) -> list[
         p = Cell(text=_p(variant.p_holm), sub=few)
     return [
         Cell(text=variant.name, colour=place),
-        Cell(text=_loss(variant.loss), sub="" if variant.std is None else f"± {variant.std:.2g}"),
+        Cell(text=number(variant.loss, 5), sub="" if variant.std is None else f"± {variant.std:.2g}"),
         against,
         p,
         Cell(text=str(len(variant.losses)), sub=variant.status),
@@ -60,10 +60,6 @@ def _variant_row(place: int, variant: Variant, partner: Variant | None) -> list[
         Cell(text=count(variant.mean("parameters"))),
         *(Cell(text=shown(value)) for value in variant.values.values()),
     ]
-
-
-def _loss(loss: float | None) -> str:
-    return "missing" if loss is None else number(loss, 5)
 
 
 def _p(p: float | None) -> str:
@@ -153,7 +149,7 @@ def lr_table(variants: Sequence[Variant]) -> Table | None:
         cells = []
         for rate in rates:
             losses = [run.val_loss for run in variant.tried.get(rate, ()) if run.val_loss is not None]
-            text = _loss(fmean(losses) if losses else None) if rate in variant.tried else ""
+            text = number(fmean(losses) if losses else None, 5) if rate in variant.tried else ""
             cells.append(Cell(text=text, sub="chosen" if rate == chosen_lr else ""))
         rows.append([Cell(text=variant.name, colour=place), *cells])
     return Table(headings=[("variant", ""), *((f"lr {rate:g}", "") for rate in rates)], rows=rows)
@@ -211,8 +207,8 @@ def run_table(variants: Sequence[Variant]) -> Table:
 
 
 def number(value: float | None, digits: int = 6) -> str:
-    """A number with `digits` significant digits, "-" for None."""
-    return "-" if value is None else f"{value:.{digits}g}"
+    """A number with `digits` significant digits, "missing" for None."""
+    return "missing" if value is None else f"{value:.{digits}g}"
 
 
 def count(value: float | None) -> str:

@@ -141,9 +141,8 @@ class Watch:
         if job.status == "running":
             parts.append(f"on {job.device}")
         if job.status in ("finished", "stopped") and "step" in view.values:
-            parts.append(
-                f"at step {view.values['step']:.0f}, validation loss {_number(view.values, 'val/loss') or 'missing'}"
-            )
+            loss = _number(view.values, "val/loss") or "missing"
+            parts.append(f"at step {view.values['step']:.0f}, validation loss {loss}")
         if job.reason:
             parts.append(f"({job.reason})")
         ended_count = sum(one.status in ("finished", "failed", "refused") for one in self._jobs)

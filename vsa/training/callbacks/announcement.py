@@ -11,13 +11,11 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from vsa.data.splits import split_group
+from vsa.reports.statistics import FEWEST_SAMPLES
 from vsa.training.display import never_fatal
 from vsa.training.estimate.gpus import gpu_here
 from vsa.training.estimate.run import estimate_of, short_lines
 from vsa.training.modules.base import DiffusionModule
-
-FEWEST_HELD_OUT = 16
-"""Held-out samples below which a run says that its validation loss tells little."""
 
 
 def few_held_out(data: Any) -> str | None:
@@ -29,7 +27,7 @@ def few_held_out(data: Any) -> str | None:
             if len(films) < 2:
                 films.add(group(data.store.entry(ref.source, ref.id)))
     one = f", all of {films.pop()}" if len(films) == 1 else ""
-    if not refs or (len(refs) >= FEWEST_HELD_OUT and not one):
+    if not refs or (len(refs) >= FEWEST_SAMPLES and not one):
         return None
     return f"warning: samples held out: {len(refs)}{one}; their loss says little about others (data.val_fraction)"
 
