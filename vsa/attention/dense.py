@@ -28,10 +28,9 @@ def dense_attn(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> T
     grouped = q.shape[2] != k.shape[2]
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped)
-    if q.device.type == "cpu" and k.shape[2] < 16:
-        # torch's kernel for CPUs hides queries of NaN from so few keys
-        out = out + (q * 0).sum(-1, keepdim=True)
-    return out.transpose(1, 2)
+    # torch's kernel for CPUs hides queries of NaN from few keys
+    few = q.device.type == "cpu" and k.shape[2] < 16
+    return (out + (q * 0).sum(-1, keepdim=True) if few else out).transpose(1, 2)
 
 
 def cross_attn(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:

@@ -93,11 +93,8 @@ def paired_difference(
     if n < 2 or not np.isfinite(differences).all():
         return None
     mean, error = float(differences.mean()), float(differences.std(ddof=1)) / math.sqrt(n)
-    if error == 0:
-        reach, p = 0.0, float(mean == 0)
-    else:
-        reach, p = t_quantile(n - 1) * error, t_p_value(mean / error, n - 1)
-    p = p if n >= FEWEST_SAMPLES else None
+    reach = t_quantile(n - 1) * error
+    p = None if n < FEWEST_SAMPLES else t_p_value(mean / error, n - 1) if error else float(mean == 0)
     return Difference(mean=mean, low=mean - reach, high=mean + reach, p=p, samples=n)
 
 

@@ -45,8 +45,7 @@ def _variant_row(place: int, variant: Variant, partner: Variant | None) -> list[
     else:
         interval = f"{difference.low:+.3g} to {difference.high:+.3g}"
         against = Cell(text=f"{difference.mean:+.3g}", sub=f"{interval}, {difference.samples} samples")
-        few = "" if variant.p_holm is not None else f"needs {FEWEST_SAMPLES} samples"
-        p = Cell(text=_p(variant.p_holm), sub=few)
+        p = Cell(text=_p(variant.p_holm), sub=f"needs {FEWEST_SAMPLES} samples" if variant.p_holm is None else "")
     return [
         Cell(text=variant.name, colour=place),
         Cell(text=number(variant.loss, 5), sub="" if variant.std is None else f"± {variant.std:.2g}"),

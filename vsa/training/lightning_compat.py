@@ -69,8 +69,8 @@ def validates_at_start(trainer: L.Trainer, *, last: bool) -> bool:
     """
     loop, interval = trainer.fit_loop.epoch_loop, trainer.val_check_batch
     batches = trainer.global_step * trainer.accumulate_grad_batches
-    due = last and trainer.global_step == trainer.max_steps
-    return bool(loop._should_check_val_epoch() and batches > 0 and (due or (interval and batches % interval == 0)))
+    due = (last and trainer.global_step == trainer.max_steps) or (interval and batches % interval == 0)
+    return bool(loop._should_check_val_epoch() and batches > 0 and due)
 
 
 def fit_without_steps(trainer: L.Trainer) -> None:

@@ -43,8 +43,7 @@ class Opening(L.Callback):
                 rank_zero_info(f"continuing from {resume}: the later checkpoints were moved to {aside}")
             self._level = pl_module.recomputation.level
             here = {**environment(pl_module.device), "processes": trainer.world_size, LEVEL: self._level}
-            changes = note_start(self._folder.path, step=trainer.global_step, environment=here)
-            if changes and resume is not None:
+            if changes := note_start(self._folder.path, step=trainer.global_step, environment=here):
                 rank_zero_info(
                     f"since the last start: {', '.join(changes)}; numbers may differ from those of one start"
                 )
