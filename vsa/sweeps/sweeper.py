@@ -344,8 +344,7 @@ class SweepRun:
         returned = JobReturn(
             overrides=point.overrides, status=JobStatus.FAILED if loss is None else JobStatus.COMPLETED
         )
-        why = job.reason or f"{point.name} has no validation loss"
-        returned.return_value = ValueError(why) if loss is None else loss
+        returned.return_value = ValueError(job.reason or "it has no validation loss") if loss is None else loss
         return returned
 
     def end(self) -> None:
