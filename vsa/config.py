@@ -23,19 +23,7 @@ from vsa.models.video_dit import VideoDiT
 from vsa.moved import moved_target
 from vsa.places import OWN_FOLDER, leaves, misplaced
 from vsa.secrets import masked
-from vsa.settings import (
-    AtLeastOne,
-    Bound,
-    Count,
-    Positive,
-    Seed,
-    arguments_of,
-    fits,
-    hints_of,
-    plain,
-    refusal,
-    shown,
-)
+from vsa.settings import AtLeastOne, Bound, Count, Positive, Seed, arguments_of, fits, hints_of, plain, refusal, shown
 
 ALLOWED_TARGETS = (
     "vsa.",

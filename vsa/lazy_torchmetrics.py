@@ -8,12 +8,9 @@ text, which takes three seconds. The command `vsa` calls `install` for its own p
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import logging
 import sys
-from collections.abc import Sequence
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec, PathFinder
-from types import ModuleType
 from typing import Any
 
 NAME = "torchmetrics"
@@ -23,55 +20,29 @@ MODULES = {"Metric": "metric", "MetricCollection": "collections", "__version__":
 
 def install() -> None:
     """Delay the import of torchmetrics in this process, unless it is imported already."""
-    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Finder())
+    spec = None if NAME in sys.modules else importlib.util.find_spec(NAME)
+    if spec is None or spec.loader is None:
+        return
+    module, loader = importlib.util.module_from_spec(spec), spec.loader
 
+    def load() -> None:
+        del module.__getattr__, module.__dir__
+        loader.exec_module(module)
 
-class _Finder(MetaPathFinder):
-    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if name != NAME:
-            return None
-        spec = PathFinder.find_spec(name, path, target)
-        if spec is not None and spec.loader is not None:
-            spec.loader = _LateLoader(spec.loader)
-        return spec
-
-
-class _LateLoader(Loader):
-    def __init__(self, loader: Loader) -> None:
-        self.whole = loader
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self.whole.create_module(spec)
-
-    def __getattr__(self, name: str) -> Any:
-        # readers of the package's source ask the loader for it
-        return getattr(self.__dict__["whole"], name) if "whole" in self.__dict__ else super().__getattribute__(name)
-
-    def exec_module(self, module: ModuleType) -> None:
-        module._logger = logging.getLogger(NAME)  # type: ignore[attr-defined]
-        module.__class__ = _LatePackage
-
-
-class _LatePackage(ModuleType):
-    def __getattr__(self, name: str) -> Any:
+    def late(name: str) -> Any:
         if name in MODULES:
             importlib.import_module(f"{NAME}.utilities")
-            value = getattr(importlib.import_module(f"{NAME}.{MODULES[name]}"), name)
-            setattr(self, name, value)
-            return value
-        if name.startswith("__") and name != "__all__":
+            setattr(module, name, getattr(importlib.import_module(f"{NAME}.{MODULES[name]}"), name))
+        elif name.startswith("__") and name != "__all__":
             # the import system and inspection ask for such names, which the package does not define
             raise AttributeError(f"module {NAME!r} has no attribute {name!r}")
-        self._load()
-        return getattr(self, name)
+        else:
+            load()
+        return getattr(module, name)
 
-    def __dir__(self) -> list[str]:
-        self._load()
-        return dir(self)
+    def listed() -> list[str]:
+        load()
+        return dir(module)
 
-    def _load(self) -> None:
-        assert self.__spec__ is not None
-        assert isinstance(self.__spec__.loader, _LateLoader)
-        self.__class__ = ModuleType  # type: ignore[assignment]
-        self.__spec__.loader.whole.exec_module(self)
+    vars(module).update(_logger=logging.getLogger(NAME), __getattr__=late, __dir__=listed)
+    sys.modules[NAME] = module

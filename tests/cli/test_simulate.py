@@ -78,12 +78,14 @@ def test_without_tiles_the_best_one(rows):
             (*SETTING, "--dilation", "2", "1", "1"),
             "dilation 2 of time does not fit: window 18 * 2 is above its 30 tokens",
         ),
+        ((*SETTING, *TILES[:-2], "0", "8"), "kv_tile of height must be at least 1, got 0"),
         (
             (*SETTING, "--stride", "1", "8", "8", "--sweep"),
             "expected one of --sweep and --stride, got both (--stride 1 8 8)",
         ),
         ((*SETTING, "--dense-steps", "15"), "need an --attention-share"),
         ((*SETTING, *END[:3], "10", *END[4:]), "got 15 of 10"),
+        ((*SETTING, *END[:2], "--steps", "0"), "steps at least 1, got 0 of 0"),
     ],
 )
 def test_bad_input(command_line, arguments, message):
@@ -97,7 +99,6 @@ def test_bounds_are_refused_before_a_sweep(command_line, monkeypatch):
         raise AssertionError("a sweep was begun")
 
     monkeypatch.setattr("vsa.attention.neighborhood.simulation_table.sweep_strides", sweep)
-    for option, value in (("--attention-share", "1.5"), ("--steps", "0"), ("--kv-tile", "0")):
-        status, _, err = command_line("simulate", *SETTING, "--sweep", option, value, "8", "8")
-        assert status == 2
-        assert f"Invalid value for '{option}': expected a" in err
+    status, _, err = command_line("simulate", *SETTING, "--sweep", "--attention-share", "1.5")
+    assert status == 1
+    assert "attention_share must be in [0, 1], got 1.5" in err

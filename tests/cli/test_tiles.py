@@ -39,6 +39,7 @@ def test_the_first_column_is_what_a_run_takes(command_line, training):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["0", "4", "4"], "sizes must be at least 1, got grid [0, 4, 4]"),
         (["2", "4", "4", "--sparsity", "1"], "sparsity must be in [0, 1), got 1"),
     ],
 )

@@ -29,9 +29,7 @@ def convert(
         tuple[int, int, int] | None, option("token grid of the training", panel=GATES, whole=(1, 4096), metavar="T H W")
     ] = None,
     flow_shift: Annotated[float | None, option("flow shift of the sampler", panel=SAMPLING, real=(1e-3, 1e3))] = None,
-    dense_steps: Annotated[
-        int | None, option("first denoising steps that keep all tiles", panel=SAMPLING, whole=(0, MANY))
-    ] = None,
+    dense_steps: Annotated[int | None, option("first steps with all tiles", panel=SAMPLING, whole=(0, MANY))] = None,
     guidance: Annotated[float | None, option("recommended guidance scale", panel=SAMPLING, real=(-100, 100))] = None,
     guidance_form: Annotated[
         Literal["standard", "additive"] | None, option("form of the guidance scale", panel=SAMPLING)

@@ -6,41 +6,30 @@ from typing import Annotated, Literal
 
 import typer
 
-from vsa.cli.options import MANY, number, option
+from vsa.cli.options import option
 
 Axes = tuple[int, int, int]
-SIDES = (1, 1 << 24)
-SIDE = number(int, *SIDES)
 SETTING, TILES, END = "Setting", "Tiles", "End to end"
 
 
 def simulate(
-    grid: Annotated[
-        Axes, typer.Argument(help="tokens along time, height, width; 1 without the axis", metavar="T H W", parser=SIDE)
-    ],
-    window: Annotated[Axes, option("visible tokens of a query", panel=SETTING, whole=SIDES, metavar="T H W")],
+    grid: Annotated[Axes, typer.Argument(help="tokens along time, height, width; 1 without the axis", metavar="T H W")],
+    window: Annotated[Axes, option("visible tokens of a query", panel=SETTING, metavar="T H W")],
     stride: Annotated[
-        Axes | None, option("queries that share a window (1 1 1)", panel=SETTING, whole=SIDES, metavar="T H W")
+        Axes | None, option("queries that share a window (1 1 1)", panel=SETTING, metavar="T H W")
     ] = None,
     sweep: Annotated[bool, option("try every stride and show the best ones", "--sweep", panel=SETTING)] = False,
     dilation: Annotated[
-        Axes | None, option("distance of neighbouring keys (1 1 1)", panel=SETTING, whole=SIDES, metavar="T H W")
+        Axes | None, option("distance of neighbouring keys (1 1 1)", panel=SETTING, metavar="T H W")
     ] = None,
     causal: Annotated[
         tuple[bool, bool, bool] | None,
         option("1 for a causal axis, without later keys (0 0 0)", panel=SETTING, metavar="T H W"),
     ] = None,
-    q_tile: Annotated[
-        Axes | None, option("query tile (as the kv tile)", panel=TILES, whole=SIDES, metavar="T H W")
-    ] = None,
+    q_tile: Annotated[Axes | None, option("query tile (as the kv tile)", panel=TILES, metavar="T H W")] = None,
     kv_tile: Annotated[
         Axes | None,
-        option(
-            "kv tile (as the query tile; without both, the best of 64 tokens)",
-            panel=TILES,
-            whole=SIDES,
-            metavar="T H W",
-        ),
+        option("kv tile (as the query tile; without both, the best of 64 tokens)", panel=TILES, metavar="T H W"),
     ] = None,
     tiling: Annotated[
         Literal["static", "dynamic"], option("dynamic kv tiles start at a query tile's first key", panel=TILES)
@@ -48,13 +37,9 @@ def simulate(
     one_d: Annotated[
         bool, option("tiles are runs of the flattened grid with as many tokens", "--one-d", panel=TILES)
     ] = False,
-    attention_share: Annotated[
-        float | None, option("share of attention in the time of a dense run", panel=END, real=(0, 1))
-    ] = None,
-    steps: Annotated[int | None, option("sampler steps", panel=END, whole=(1, MANY))] = None,
-    dense_steps: Annotated[
-        int | None, option("number of first steps with dense attention (0)", panel=END, whole=(0, MANY))
-    ] = None,
+    attention_share: Annotated[float | None, option("share of attention in the time of a dense run", panel=END)] = None,
+    steps: Annotated[int | None, option("sampler steps", panel=END)] = None,
+    dense_steps: Annotated[int | None, option("number of first steps with dense attention (0)", panel=END)] = None,
     paper_rounding: Annotated[
         bool, option("round the speed-up to one decimal first, as the paper does", "--paper-rounding", panel=END)
     ] = False,

@@ -6,17 +6,12 @@ from typing import Annotated
 
 import typer
 
-from vsa.cli.options import number, option
-
 
 def tiles(
-    grid: Annotated[
-        tuple[int, int, int],
-        typer.Argument(help="tokens along time, height, width", metavar="T H W", parser=number(int, 1, 4096)),
-    ],
-    volume: Annotated[int, option("most tokens of a tile", whole=(1, 65_536))] = 64,
-    sparsity: Annotated[float, option("share of tiles that are skipped", real=(0, 1))] = 0.9,
-    proposals: Annotated[int, option("number of tiles to propose", whole=(0, 1000))] = 8,
+    grid: Annotated[tuple[int, int, int], typer.Argument(help="tokens along time, height, width", metavar="T H W")],
+    volume: Annotated[int, typer.Option(help="most tokens of a tile")] = 64,
+    sparsity: Annotated[float, typer.Option(help="share of tiles that are skipped")] = 0.9,
+    proposals: Annotated[int, typer.Option(help="number of tiles to propose")] = 8,
 ) -> None:
     """Show tiles that fill a grid of tokens, with their cost; the first column holds the settings for a run or a sweep.
 

@@ -228,9 +228,10 @@ def plotly_panel(panel: Panel | Heat, points: int) -> dict[str, Any]:
         return {"traces": [trace], **axes}
     for axis, log in (("x", panel.x_log), ("y", panel.y_log)):
         axes[axis] |= {"type": "log" if log else "linear"}
-        positive = _positive([getattr(series, axis) for series in panel.series])
-        if log and len(positive):
-            axes[axis] |= _log_ticks(math.log10(positive.max() / positive.min()))
+        if log and len(positive := _positive([getattr(series, axis) for series in panel.series])):
+            decades = math.log10(positive.max() / positive.min())
+            # those that plotly chooses would overlap: 1, 2, 5, or whole powers of ten
+            axes[axis] |= {} if decades < 0.6 else {"dtick": "D2" if decades < 3 else math.ceil(decades / 8)}
     if panel.y_zero:
         axes["y"] |= {"rangemode": "tozero"}
     traces = [
@@ -243,11 +244,6 @@ def plotly_panel(panel: Panel | Heat, points: int) -> dict[str, Any]:
 
 def _positive(values: Sequence[np.ndarray]) -> np.ndarray:
     return np.concatenate([each[np.isfinite(each) & (each > 0)] for each in values] or [np.array([])])
-
-
-def _log_ticks(decades: float) -> dict[str, Any]:
-    """Distance of labelled ticks, where those that plotly chooses would overlap: 1, 2, 5, or whole powers of ten."""
-    return {} if decades < 0.6 else {"dtick": "D2" if decades < 3 else math.ceil(decades / 8)}
 
 
 def _traces(series: Series, points: int, *, visible: bool) -> list[dict[str, Any]]:

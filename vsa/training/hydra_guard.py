@@ -186,8 +186,7 @@ class CheckedConfigLoader(ConfigLoaderImpl):
         try:
             return super()._load_configuration_impl(config_name, overrides, *args, **kwargs)
         except ValueError as error:
-            words = [o.partition("=") for o in overrides]
-            groups = [f"{key}={value}" for key, _, value in words if key in choices() and value not in choices()[key]]
+            groups = [o for o in overrides if (word := o.partition("="))[2] not in choices().get(word[0], word[2])]
             if "Config group override must be" not in str(error) or not groups:
                 raise
             # Hydra does not say which one
