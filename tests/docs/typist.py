@@ -124,8 +124,8 @@ class Typist:
             own += ["data.root=HAAR_SHARDS"] if (self.folder / "HAAR_SHARDS").exists() else []
         # those under other names only change a setting, and others of a page are an alternative to the first
         again = experiment in self._trained and "ckpt_path=last" not in arguments
-        self._trained.add(experiment)
         dry = again or any(word.startswith("run=") and word != "run=dense" for word in arguments)
+        self._trained |= set() if dry else {experiment}
         return [*own, *(["dry_run=true"] if dry else [])]
 
 
