@@ -19,6 +19,7 @@ from tests.pictures import pictures_left_out  # noqa: F401
 from tests.tiny_runs import TinyTraining
 from tests.training.ranks import run_ranks
 from vsa.evaluation.figures import logged_metrics
+from vsa.sampling.clip_folder import sample_run
 from vsa.sampling.contact_sheet import side_by_side
 from vsa.sampling.pipeline import generate, load_run
 from vsa.training.callbacks.samples import ClipSet
@@ -309,3 +310,16 @@ def test_side_by_side_has_a_row_per_prompt_and_a_column_per_set(tmp_path: Path):
     with pytest.raises(ValueError, match="columns must have one shape"):
         side_by_side({**columns, "long": columns["left"][:, :4]}, PROMPTS, tmp_path / "o.png")
     assert [p.name for p in tmp_path.iterdir()] == ["new"]
+
+
+def test_clips_are_shown_at_the_rate_of_the_data(training, tmp_path, capsys):
+    prompts = ("trainer.max_steps=2", "callbacks.samples.steps=1", "callbacks.samples.prompts=[a red circle]")
+    training(*prompts, "data.toy.fps=24", "run=fast")
+    training(*prompts, "data.toy.fps=24", "callbacks.samples.fps=5", "run=own")
+    for run, fps in (("fast", 24), ("own", 5)):
+        folder = training.folder(run)
+        assert record_of(folder / "samples" / "step-00000002")["fps"] == fps
+        long_prompt = " ".join(["word"] * 20)
+        out = sample_run(folder, [long_prompt], out=tmp_path / run, steps=1, device="cpu")
+        assert record_of(out)["fps"] == fps
+        assert "1 of 1 captions are cut after 16 tokens and lose 4 in the mean" in capsys.readouterr().out
