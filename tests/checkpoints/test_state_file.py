@@ -130,7 +130,7 @@ def test_a_folder_in_place_of_a_file_is_damage(pair):
         (pair[1] / name).unlink()
         (pair[1] / name).mkdir()
         assert f"{pair[1]} is damaged: " in refusal(pair[1])
-        assert f"{name} is a folder" in refusal(pair[1])
+        assert f"/{name} is a folder" in refusal(pair[1]) or f"{name} cannot be read" in refusal(pair[1])
 
 
 def test_a_copy_may_have_any_name(pair):

@@ -339,7 +339,10 @@ def _put_back(folder: Path) -> None:
 
 def read_manifest(folder: Path) -> dict[str, Any]:
     """The manifest of a run; ValueError if it is damaged, FileNotFoundError without one."""
-    start = {**dict.fromkeys(("began?", "ended?", "how?", "reason?"), str), "environment?": dict[str, Any]}
+    start = {
+        **dict.fromkeys(("began?", "ended?", "how?", "reason?"), str),
+        "environment?": {"versions?": dict[str, Any]},
+    }
     kind = {"written_by?": str, "commits?": list[str | None], "starts?": [{**start, "step?": int, "last_step?": int}]}
     return read_json(folder / MANIFEST, kind=kind)
 

@@ -19,8 +19,8 @@ from vsa.files import check_kind
 SAMPLING = "sampling.json"
 _COMPONENT = {"id": str, "hash": str}
 _KIND = {
-    "latent_mean": list[float],
-    "latent_std": list[float],
+    "latent_mean": list,
+    "latent_std": list,
     "latent_shapes": list[tuple[int, int, int, int]],
     "codec": _COMPONENT,
     "text_encoder": _COMPONENT,

@@ -254,19 +254,17 @@ def _points(folder: Path, layer: int) -> Path:
 
 
 def _read_points(folder: Path, layer: int) -> list[Point]:
+    path, points = _points(folder, layer), []
     try:
-        rows = read_csv(_points(folder, layer), ("head", "tau", "theta", "threshold", "sparsity", "error"))[1]
-    except FileNotFoundError:
-        # points may be deleted, because the chosen settings are in the file itself
-        return []
-    points = []
-    try:
-        for row in rows:
+        for row in read_csv(path, ("head", "tau", "theta", "threshold", "sparsity", "error"))[1]:
             tau, theta, sparsity, error = (float(row[name]) for name in ("tau", "theta", "sparsity", "error"))
             threshold = float(row["threshold"]) if row["threshold"] else None
             points.append(Point(int(row["head"]), tau, theta, threshold, sparsity, error))
+    except FileNotFoundError:
+        # points may be deleted, because the chosen settings are in the file itself
+        return []
     except ValueError:
-        raise ValueError(f"{_points(folder, layer)} is damaged: delete it, and its points are left out") from None
+        raise ValueError(f"{path} is damaged: delete it, and its points are left out") from None
     return points
 
 

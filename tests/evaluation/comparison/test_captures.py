@@ -113,7 +113,7 @@ def test_files_that_are_none_are_refused(tmp_path: Path):
     path = tmp_path / "q.safetensors"
     expect_refusal("no such file of captures: .*q.safetensors", path)
     path.write_text("no tensors")
-    expect_refusal("q.safetensors is not a complete file of captures", path)
+    expect_refusal("q.safetensors is (damaged|not a complete file of captures)", path)
     x = torch.zeros(1, 8, 2, 4)
     save_file({"a": x}, path)
     expect_refusal("holds no captures: expected format .*, got None", path)

@@ -17,6 +17,7 @@ from vsa.settings import AtLeastOne
 FORMAT = "vsa-sparge-1"
 SHAPE = ("layers", "heads", "head_dim", "q_tokens", "kv_tokens", "order")
 """Fields that identify the model of a file; a layer of another model is an error."""
+_INCOMPLETE = "{} is not a complete file of `vsa tune-sparge`: {}"
 _KIND = {
     **dict.fromkeys(SHAPE, AtLeastOne),
     "order": str,
@@ -112,9 +113,10 @@ def read_tuned(path: str) -> Tuned:
 @lru_cache(maxsize=8)
 def _read(path: str, _version: tuple[int, int]) -> Tuned:
     try:
-        return parse_tuned(read_json(path, kind=object), path)
+        values = read_json(path, kind=object)
     except ValueError as error:
-        raise ValueError(f"not a complete file of `vsa tune-sparge`: {error}") from None
+        raise ValueError(_INCOMPLETE.format(path, error)) from None
+    return parse_tuned(values, path)
 
 
 def parse_tuned(values: Any, path: str) -> Tuned:
@@ -126,7 +128,10 @@ def parse_tuned(values: Any, path: str) -> Tuned:
     """
     if not isinstance(values, Mapping) or values.get("format") != FORMAT:
         raise ValueError(f"{path} is not a file of `vsa tune-sparge`: expected format {FORMAT}")
-    check_kind(values, _KIND, path)
+    try:
+        check_kind(values, _KIND, "it")
+    except ValueError as error:
+        raise ValueError(_INCOMPLETE.format(path, error)) from None
     try:
         rows = {int(layer): heads for layer, heads in values["found"].items()}
         for layer, heads in rows.items():
@@ -139,9 +144,7 @@ def parse_tuned(values: Any, path: str) -> Tuned:
             found={layer: [HeadSettings(**head) for head in heads] for layer, heads in rows.items()},
         )
     except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(
-            f"{path} is not a complete file of `vsa tune-sparge`: {type(error).__name__}: {error}"
-        ) from None
+        raise ValueError(_INCOMPLETE.format(path, f"{type(error).__name__}: {error}")) from None
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
 
