@@ -135,7 +135,7 @@ def _check_features(*sets: Tensor) -> None:
 
 def _cells(x: Tensor) -> Tensor:
     """`[N, C, T, H, W]` averaged over at most `CELLS` cells of each axis, `[N, C * cells]`."""
-    return F.adaptive_avg_pool3d(x, [min(size, CELLS) for size in x.shape[2:]]).flatten(1)
+    return F.adaptive_avg_pool3d(x, [min(size, CELLS) for size in x.shape[2:]]).flatten(1)  # type: ignore[arg-type]
 
 
 def refuse_few(count: int, what: str) -> None:
