@@ -9,7 +9,6 @@ import lightning as L
 import pytest
 
 from tests.training.ranks import run_ranks
-from vsa.checkpoints.run_history import has_finished
 from vsa.reports.runs import read_run
 from vsa.training.callbacks.missed_validation import MissedValidation
 from vsa.training.deadline import Deadline
@@ -111,7 +110,6 @@ def test_a_run_stopped_in_its_last_step_gets_its_end(training, caplog, how):
     assert not training.metrics("cut")[3].get("val/loss")
     assert clips(training, "cut") == {}
     assert read_run(training.folder("cut")).status == "stopped"
-    assert not has_finished(training.folder("cut"))
     training(*last, "run=cut", "ckpt_path=last", callbacks=(resumed := Watch(),))
     assert resumed.steps == [3]
     assert rows(training, "cut") == rows(training, "straight")
@@ -119,7 +117,6 @@ def test_a_run_stopped_in_its_last_step_gets_its_end(training, caplog, how):
     assert paths[0].read_text() == paths[1].read_text()
     assert clips(training, "cut") == clips(training, "straight") != {}
     assert read_run(training.folder("cut")).status == "finished"
-    assert has_finished(training.folder("cut"))
     # and not once more
     training(*last, "run=cut", "ckpt_path=last", callbacks=(again := Watch(),))
     assert again.steps == []
