@@ -9,7 +9,7 @@ import pytest
 from vsa.data.plan import SampleRef
 from vsa.training.callbacks.announcement import few_held_out
 
-WORDS = "warning: samples held out: {}; their loss says little about others (data.val_fraction)"
+WORDS = "note: samples held out: {}; their loss says little about others (data.val_fraction)"
 
 
 def data_of(films):

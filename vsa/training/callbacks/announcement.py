@@ -19,7 +19,7 @@ from vsa.training.modules.base import DiffusionModule
 
 
 def few_held_out(data: Any) -> str | None:
-    """A warning where the held-out samples are few or of one film; None otherwise, and where the data do not say."""
+    """A note where the held-out samples are few or of one film; None otherwise, and where the data do not say."""
     refs = [ref for refs in getattr(data, "held_out", {}).values() for ref in refs]
     group, films = split_group("file", None), set[str | None]()
     with suppress(ValueError):
@@ -29,7 +29,7 @@ def few_held_out(data: Any) -> str | None:
     one = f", all of {films.pop()}" if len(films) == 1 else ""
     if not refs or (len(refs) >= FEWEST_SAMPLES and not one):
         return None
-    return f"warning: samples held out: {len(refs)}{one}; their loss says little about others (data.val_fraction)"
+    return f"note: samples held out: {len(refs)}{one}; their loss says little about others (data.val_fraction)"
 
 
 class Announcement(L.Callback):
