@@ -134,7 +134,8 @@ def main(argv: list[str] | None = None) -> None:
     print(f"score in {out}")
     required = {"colour": args.min_colour, "direction": args.min_direction, "shape": args.min_shape}
     for name, least in required.items():
-        if model[name] < least:
+        # a value that is NaN fails too
+        if not model[name] >= least:
             raise ValueError(f"{name} is right in {model[name]:.1%} of the clips, below the required {least:.1%}")
 
 

@@ -124,7 +124,7 @@ class VideoSparseAttention(AttentionMethod):
             fine = dense_attn_per_sample(q, k, v, layout)
         else:
             # ranked by scores, not by probabilities: the same order, without ties where the softmax underflows
-            masks = {"candidates": layout.candidates, "always": layout.always}
+            masks: dict[str, Any] = {"candidates": layout.candidates, "always": layout.always}
             index = ctx.select(lambda topk: select_blocks(with_damage_first(scores, k, v, layout), topk, **masks))
             fine, _ = block_sparse_attn(video, k, v, index, **tiles, backend=self.backend)
             fine = layout.merge(fine, text_attn(q, k, v, layout))
