@@ -20,7 +20,6 @@ from omegaconf.errors import OmegaConfBaseException
 from vsa.config_files import choices, config_folder
 from vsa.errors import is_out_of_memory, too_large
 from vsa.models.video_dit import VideoDiT
-from vsa.moved import moved_target
 from vsa.places import OWN_FOLDER, leaves, misplaced
 from vsa.secrets import masked
 from vsa.settings import AtLeastOne, Bound, Count, Positive, Seed, arguments_of, fits, hints_of, plain, refusal, shown
@@ -192,9 +191,7 @@ def check_targets(config: Any) -> None:
         try:
             constructor = target_class(target)
         except (ImportError, AttributeError) as error:
-            new_target = moved_target(target)
-            reason = f"it is {new_target} now" if new_target != target else str(error)
-            raise ValueError(f"{key}={target} does not exist: {reason}") from None
+            raise ValueError(f"{key}={target} does not exist: {error}") from None
         if not isinstance(constructor, type) or not f"{constructor.__module__}.".startswith(ALLOWED_TARGETS):
             raise refused
 

@@ -6,12 +6,11 @@ import json
 import multiprocessing
 import os
 import random
-import resource
 import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stderr
+from contextlib import redirect_stderr
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from scripts.soak.changed_settings import SETTINGS
 from scripts.soak.checkpoint_runs import damage, falls_back, is_good, tally, train, trained
 from scripts.soak.rows import Outcome, Row
 from scripts.soak.sharded_checkpoints import SHARDED
+from tests.disks import small_files
 from vsa.checkpoints import run_checkpoint
 from vsa.checkpoints.retention import prune_checkpoints
 from vsa.checkpoints.run_checkpoint import (
@@ -257,17 +257,6 @@ def kills(folder: Path, tries: int, seed: int) -> Outcome:
     outcome = tally(map(attempt, range(tries)))
     shutil.rmtree(memory / f"vsa-soak-{os.getpid()}", ignore_errors=True)
     return replace(outcome, notes=(f"{inside} of {tries} left the folder of a save",))
-
-
-@contextmanager
-def small_files(most: int) -> Iterator[None]:
-    """Every write past byte `most` of a file fails, as on a full disk."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (most, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def full_disk(folder: Path, tries: int, seed: int) -> Outcome:

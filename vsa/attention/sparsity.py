@@ -229,8 +229,6 @@ class SparsitySchedule:
         """This schedule with another end value and the measurements so far."""
         changed = copy.copy(self)
         changed._topk, changed._sparsity = topk, sparsity
-        if self._reference_tiles is None:
-            changed._exponent = exact("budget", int(topk is None))
         return changed
 
     def _row(self, step: int, num_tiles: int, num_layers: int, at: SparsityPoint) -> Row:

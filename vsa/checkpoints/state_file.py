@@ -12,7 +12,6 @@ from typing import Any
 
 from vsa.data.index_values import channel_statistics
 from vsa.files import parse_json, read_bytes
-from vsa.moved import moved_targets
 
 SCHEMA, SHARDED_SCHEMA = 2, 3
 """Written schema, with one or several files per group of tensors. Schema 1 can be read as well; it has no digest of
@@ -82,8 +81,6 @@ def read_state(folder: Path) -> dict[str, Any]:
     if "latent_mean" in state or "latent_std" in state:
         channel_statistics(state, f"checkpoint {folder} is damaged: {_FILE} has ")
     state.pop("digest", None)
-    if "config" in state:
-        state["config"] = moved_targets(state["config"])
     return state
 
 
