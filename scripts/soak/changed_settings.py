@@ -6,8 +6,8 @@ import random
 import shutil
 from pathlib import Path
 
-from scripts.soak.checkpoint_runs import tally, train, trained
-from scripts.soak.rows import Outcome, Row
+from scripts.soak.checkpoint_runs import train, trained
+from scripts.soak.rows import Attempts, Row
 
 CHANGES = (
     ("optim.schedule.total_steps=40", "optim.schedule.total_steps", "40"),
@@ -46,7 +46,7 @@ FREE = (
 )
 
 
-def settings(folder: Path, tries: int, seed: int) -> Outcome:
+def settings(folder: Path, tries: int, seed: int) -> Attempts:
     """Resume with a changed setting: an error names its key and both values, but free settings may change."""
     checkpoint = trained(folder)
     whole = shutil.copytree(checkpoint.parent.parent, folder / "whole")
@@ -54,19 +54,17 @@ def settings(folder: Path, tries: int, seed: int) -> Outcome:
     cases = [(change, key, value) for change, key, value in CHANGES] + [(change, "", "") for change in FREE]
     draw.shuffle(cases)
 
-    def attempt(case: tuple[str, str, str]) -> tuple[bool, str]:
-        change, key, value = case
+    for change, key, value in cases[:tries]:
         before = {path: path.read_bytes() for path in sorted(whole.rglob("*")) if path.is_file()}
         shutil.rmtree(checkpoint.parent.parent)
         shutil.copytree(whole, checkpoint.parent.parent)
         message = train(folder, "run=source", "ckpt_path=last", "trainer.max_steps=7", change)
         if not key:
-            return message == "", f"{change}: {message}"
+            yield change, message or None
+            continue
         same = all((checkpoint.parent.parent / p.relative_to(whole)).read_bytes() == b for p, b in before.items())
         good = f"{key}=" in message and f"the settings have {value}" in message and "\n" not in message and same
-        return good, f"{change}: {message[:200] or 'trained on'}, untouched {same}"
-
-    return tally(map(attempt, cases[:tries]))
+        yield change, None if good else f"{message[:200] or 'trained on'}, untouched {same}"
 
 
 SETTINGS = Row(name="resume: a setting is changed", tries=len(CHANGES) + len(FREE), short_tries=2, run=settings)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import redirect_stdout
 from pathlib import Path
 
 from hydra import compose, initialize_config_dir
 
-from scripts.soak.rows import Outcome
+from scripts.soak.rows import Attempts
 from vsa.checkpoints.run_checkpoint import latest_checkpoint, list_checkpoints, read_checkpoint
 from vsa.config import config_folder
 
@@ -44,17 +44,6 @@ TINY = (
     "trainer.enable_progress_bar=false",
 )
 """Settings of a run with 32 tokens and a tenth of a second per step."""
-
-
-def tally(results: Iterator[tuple[bool, str]], *notes: str) -> Outcome:
-    """Count the results of tries, which run one by one."""
-    tried = survived = 0
-    failures: list[str] = []
-    for good, what in results:
-        tried, survived = tried + 1, survived + good
-        if not good:
-            failures.append(what)
-    return Outcome(tried=tried, survived=survived, failures=tuple(failures), notes=notes)
 
 
 def train(folder: Path, *overrides: str) -> str:
@@ -91,26 +80,26 @@ def is_good(checkpoint: Path) -> bool:
     return True
 
 
-def falls_back(checkpoint: Path) -> tuple[bool, str]:
-    """Whether a damaged newest checkpoint is reported in one line and the previous checkpoint is used."""
+def fallback_failure(checkpoint: Path) -> str | None:
+    """None if a damaged newest checkpoint is reported in one line and the previous checkpoint is used."""
     older = list_checkpoints(checkpoint.parent)[-2]
     try:
         read_checkpoint(checkpoint)
     except ValueError as refused:
         message = str(refused)
     except Exception as error:
-        return False, f"a traceback of {type(error).__name__}"
+        return f"a traceback of {type(error).__name__}"
     else:
-        return False, "taken as good"
+        return "taken as good"
     if "\n" in message or checkpoint.name not in message:
-        return False, f"not told in one line with its name: {message[:100]!r}"
+        return f"not told in one line with its name: {message[:100]!r}"
     fallback = latest_checkpoint(checkpoint.parent, lambda _: None).path
-    return fallback == older, f"{fallback.name} was taken, not {older.name}"
+    return None if fallback == older else f"{fallback.name} was taken, not {older.name}"
 
 
 def damage(
     names: tuple[str, ...], cuts: bool, make: Callable[[Path], Path] = trained
-) -> Callable[[Path, int, int], Outcome]:
+) -> Callable[[Path, int, int], Attempts]:
     """A row that flips bits of (and truncates) files of the newest checkpoint at random places.
 
     Args:
@@ -119,26 +108,20 @@ def damage(
         make: writes at least two checkpoints and returns the newest.
     """
 
-    def run(folder: Path, tries: int, seed: int) -> Outcome:
+    def run(folder: Path, tries: int, seed: int) -> Attempts:
         draw, checkpoint = random.Random(seed), make(folder)
         good = {name: (checkpoint / name).read_bytes() for name in names}
-
-        def attempts() -> Iterator[tuple[bool, str]]:
-            for number in range(tries):
-                name = draw.choice(names)
-                data, place = bytearray(good[name]), draw.randrange(len(good[name]))
-                if cuts and number % 3 == 2:
-                    what, data = f"cut at {place}", data[:place]
-                else:
-                    bit = draw.randrange(8)
-                    what, data[place] = f"bit {bit} of byte {place}", data[place] ^ 1 << bit
-                (checkpoint / name).write_bytes(data)
-                survived, why = falls_back(checkpoint)
-                yield survived, f"{name}, {what}: {why}"
-                (checkpoint / name).write_bytes(good[name])
-
-        outcome = tally(attempts())
+        for number in range(tries):
+            name = draw.choice(names)
+            data, place = bytearray(good[name]), draw.randrange(len(good[name]))
+            if cuts and number % 3 == 2:
+                what, data = f"cut at {place}", data[:place]
+            else:
+                bit = draw.randrange(8)
+                what, data[place] = f"bit {bit} of byte {place}", data[place] ^ 1 << bit
+            (checkpoint / name).write_bytes(data)
+            yield f"{name}, {what}", fallback_failure(checkpoint)
+            (checkpoint / name).write_bytes(good[name])
         read_checkpoint(checkpoint)
-        return outcome
 
     return run

@@ -9,9 +9,8 @@ import random
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import redirect_stderr
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,8 @@ import torch
 from safetensors.torch import save_file
 
 from scripts.soak.changed_settings import SETTINGS
-from scripts.soak.checkpoint_runs import damage, falls_back, is_good, tally, train, trained
-from scripts.soak.rows import Outcome, Row
+from scripts.soak.checkpoint_runs import damage, fallback_failure, is_good, train, trained
+from scripts.soak.rows import Attempts, Row
 from scripts.soak.sharded_checkpoints import SHARDED
 from tests.disks import small_files
 from vsa.checkpoints import run_checkpoint
@@ -40,7 +39,7 @@ from vsa.files import file_digest
 HOSTILE: tuple[Any, ...] = (None, True, -1, 1.5, "text", [], {}, [[]], 10**400, float("nan"))
 
 
-def edits(folder: Path, tries: int, seed: int) -> Outcome:
+def edits(folder: Path, tries: int, seed: int) -> Attempts:
     """Replace, remove or swap values in the text of state.json."""
     draw, checkpoint = random.Random(seed), trained(folder)
     file = checkpoint / "state.json"
@@ -57,27 +56,22 @@ def edits(folder: Path, tries: int, seed: int) -> Outcome:
         ("a file fewer", lambda s: s["files"].pop("optimizer.safetensors")),
         ("lr", lambda s: s["config"]["optim"].update(lr=1)),
     ]
-
-    def attempts() -> Iterator[tuple[bool, str]]:
-        for number in range(tries):
-            state = json.loads(good)
-            if number < len(fixed):
-                what, change = fixed[number]
-                change(state)
-            else:
-                key = draw.choice([key for key in state if key not in ("schema", "digest")])
-                value = draw.choice([value for value in HOSTILE if value != state[key]])
-                what = f"{key}={str(value)[:20]}"
-                state[key] = value
-            # in the layout of the writer, so that the reader recognises the trailing digest
-            file.write_text(json.dumps(state, indent=1))
-            survived, why = falls_back(checkpoint)
-            yield survived, f"{what}: {why}"
-
-    return tally(attempts())
+    for number in range(tries):
+        state = json.loads(good)
+        if number < len(fixed):
+            what, change = fixed[number]
+            change(state)
+        else:
+            key = draw.choice([key for key in state if key not in ("schema", "digest")])
+            value = draw.choice([value for value in HOSTILE if value != state[key]])
+            what = f"{key}={str(value)[:20]}"
+            state[key] = value
+        # in the layout of the writer, so that the reader recognises the trailing digest
+        file.write_text(json.dumps(state, indent=1))
+        yield what, fallback_failure(checkpoint)
 
 
-def contents(folder: Path, tries: int, seed: int) -> Outcome:
+def contents(folder: Path, tries: int, seed: int) -> Attempts:
     """Replace state.json by other content: other JSON, very deep nesting, bytes that are not text, a folder."""
     draw, checkpoint = random.Random(seed), trained(folder)
     file = checkpoint / "state.json"
@@ -93,24 +87,19 @@ def contents(folder: Path, tries: int, seed: int) -> Outcome:
         b"{}",
         b'{"schema": []}',
     ]
-
-    def attempts() -> Iterator[tuple[bool, str]]:
-        for number in range(tries):
-            if number < len(others):
-                file.write_bytes(others[number])
-            else:
-                start = draw.randrange(len(good))
-                file.write_bytes(good[:start] + draw.randbytes(draw.randrange(1, 200)) + good[start:])
-            survived, why = falls_back(checkpoint)
-            yield survived, f"content {number}: {why}"
-
-    return tally(attempts())
+    for number in range(tries):
+        if number < len(others):
+            file.write_bytes(others[number])
+        else:
+            start = draw.randrange(len(good))
+            file.write_bytes(good[:start] + draw.randbytes(draw.randrange(1, 200)) + good[start:])
+        yield f"content {number}", fallback_failure(checkpoint)
 
 
 # missing state
 
 
-def deleted_keys(folder: Path, tries: int, seed: int) -> Outcome:
+def deleted_keys(folder: Path, tries: int, seed: int) -> Attempts:
     """Remove one value or tensor from a checkpoint, recompute its digests, and resume the run."""
     checkpoint = trained(folder)
     whole = folder / "whole"
@@ -129,7 +118,7 @@ def deleted_keys(folder: Path, tries: int, seed: int) -> Outcome:
     # all values come first
     cases = (draw.sample([*values, *whole_parameters], len(values) + 4) + others)[:tries]
 
-    def attempt(key: tuple[str, ...]) -> tuple[bool, str]:
+    for key in cases:
         shutil.rmtree(checkpoint)
         shutil.copytree(whole, checkpoint)
         changed = json.loads(json.dumps(state))
@@ -144,22 +133,21 @@ def deleted_keys(folder: Path, tries: int, seed: int) -> Outcome:
             del changed[key[0]]
         write_state(checkpoint, changed)
         refused = train(folder, "run=source", f"ckpt_path={checkpoint}", "trainer.max_steps=7")
-        return bool(refused) and "\n" not in refused, f"{'.'.join(key)}: {refused[:100] or 'trained on'}"
-
-    outcome = tally(map(attempt, cases))
+        good = refused and "\n" not in refused
+        yield ".".join(key), None if good else refused[:100] or "trained on"
     shutil.rmtree(checkpoint)
     shutil.copytree(whole, checkpoint)
-    control = train(folder, "run=source", f"ckpt_path={checkpoint}", "trainer.max_steps=7")
-    return outcome if not control else Outcome(tried=outcome.tried, survived=0, failures=(f"control: {control}",))
+    if control := train(folder, "run=source", f"ckpt_path={checkpoint}", "trainer.max_steps=7"):
+        raise RuntimeError(f"the checkpoint itself is refused: {control}")
 
 
 # retention
 
 
-def retention(folder: Path, tries: int, seed: int) -> Outcome:
+def retention(folder: Path, tries: int, seed: int) -> Attempts:
     """A random sequence of saves and damage per try: once two good checkpoints exist, two are always left."""
 
-    def attempt(number: int) -> tuple[bool, str]:
+    def attempt(number: int) -> str | None:
         draw, place = random.Random(seed * 1_000_003 + number), folder / str(number)
         keep, good = draw.choice([2, 2, 3, 5]), set[str]()
         for step in range(1, draw.randrange(4, 14)):
@@ -168,7 +156,7 @@ def retention(folder: Path, tries: int, seed: int) -> Outcome:
             before, good = len(good), good | {checkpoint.name}
             names = {path.name for path in list_checkpoints(place) if is_good(path)}
             if not set(sorted(good)[-2:]) <= names or len(names) < min(2, before + 1):
-                return False, f"sequence {number}, step {step}: {sorted(names)} of the good {sorted(good)} are left"
+                return f"step {step}: {sorted(names)} of the good {sorted(good)} are left"
             good &= names
             while good and draw.random() < 0.4:
                 broken = draw.choice(sorted(good))
@@ -178,19 +166,19 @@ def retention(folder: Path, tries: int, seed: int) -> Outcome:
                 file.write_bytes(data[: draw.choice([len(data), draw.randrange(len(data))])])
                 good.discard(broken)
         shutil.rmtree(place)
-        return True, ""
+        return None
 
-    return tally(map(attempt, range(tries)))
+    for number in range(tries):
+        yield f"sequence {number}", attempt(number)
 
 
-def going_back(folder: Path, tries: int, seed: int) -> Outcome:
+def going_back(folder: Path, tries: int, seed: int) -> Attempts:
     """Resume from an older checkpoint and stop early: `last` follows the resumed run, and no checkpoint is lost."""
     draw = random.Random(seed)
     newest = trained(folder / "whole")
     whole = newest.parent.parent
     straight = read_checkpoint(newest)
-
-    def attempt(number: int) -> tuple[bool, str]:
+    for number in range(tries):
         place = folder / str(number)
         run = place / "pretrain" / "source"
         shutil.copytree(whole, run)
@@ -210,10 +198,9 @@ def going_back(folder: Path, tries: int, seed: int) -> Outcome:
         final_checkpoint = latest_checkpoint(run / "checkpoints")
         same = final_checkpoint.state["files"] == straight.state["files"]
         shutil.rmtree(place)
-        note = f"back to {back}, end at {end}: last is {last}, aside {sorted(names)}, equal at the end {same} {refused}"
-        return last == end and names == later and there and same and not refused, note
-
-    return tally(map(attempt, range(tries)))
+        good = last == end and names == later and there and same and not refused
+        found = f"last is {last}, aside {sorted(names)}, equal at the end {same} {refused}"
+        yield f"back to {back}, end at {end}", None if good else found
 
 
 # kills and full disks
@@ -225,14 +212,12 @@ def _save_for_ever(place: Path) -> None:
         prune_checkpoints(place, write_checkpoint(place, weights, {"step": step}), 2)
 
 
-def kills(folder: Path, tries: int, seed: int) -> Outcome:
+def kills(folder: Path, tries: int, seed: int) -> Attempts:
     """kill -9 of a process that saves 12 MB in a loop, on a disk and in memory, at random moments of a save."""
     draw = random.Random(seed)
     memory = Path("/dev/shm")
     inside = 0
-
-    def attempt(number: int) -> tuple[bool, str]:
-        nonlocal inside
+    for number in range(tries):
         in_memory = number % 2 == 1 and os.access(memory, os.W_OK)
         place = (memory / f"vsa-soak-{os.getpid()}" if in_memory else folder) / str(number)
         place.mkdir(parents=True)
@@ -252,21 +237,19 @@ def kills(folder: Path, tries: int, seed: int) -> Outcome:
         write_checkpoint(place, {"model": {"w": torch.ones(2)}}, {"step": step + 1})
         rest = [path.name for path in place.iterdir() if path.name.startswith(".")]
         shutil.rmtree(place)
-        return not broken and len(litter) <= 1 and not rest, f"kill {number}: {broken=} {litter=} left={rest!r}"
-
-    outcome = tally(map(attempt, range(tries)))
+        good = not broken and len(litter) <= 1 and not rest
+        yield f"kill {number}", None if good else f"{broken=} {litter=} left={rest!r}"
     shutil.rmtree(memory / f"vsa-soak-{os.getpid()}", ignore_errors=True)
-    return replace(outcome, notes=(f"{inside} of {tries} left the folder of a save",))
+    return (f"{inside} of {tries} left the folder of a save",)
 
 
-def full_disk(folder: Path, tries: int, seed: int) -> Outcome:
+def full_disk(folder: Path, tries: int, seed: int) -> Attempts:
     """Full disk at a random byte of a save: no files are left over, the previous checkpoint remains, exit status 28."""
     draw = random.Random(seed)
     tensors = {"model": {"w": torch.zeros(20_000)}}
     write_checkpoint(folder, tensors, {"step": 1})
     before = sorted(os.listdir(folder))
-
-    def attempt(number: int) -> tuple[bool, str]:
+    for number in range(tries):
         most, status = draw.randrange(1, 80_000), None
         with open(os.devnull, "w") as nowhere, redirect_stderr(nowhere), small_files(most):
             try:
@@ -275,19 +258,18 @@ def full_disk(folder: Path, tries: int, seed: int) -> Outcome:
             except SystemExit as stop:
                 status = stop.code
         there = sorted(os.listdir(folder))
-        good = is_good(folder / "step-00000001")
+        kept = is_good(folder / "step-00000001")
         checkpoint = write_checkpoint(folder, tensors, {"step": 2 + number})
         again = is_good(checkpoint)
         shutil.rmtree(checkpoint)
-        return status == DISK_FULL and there == before and good and again, f"byte {most}: {status=} {there=}"
-
-    return tally(map(attempt, range(tries)))
+        good = status == DISK_FULL and there == before and kept and again
+        yield f"byte {most}", None if good else f"{status=} {there=}"
 
 
 # in the background
 
 
-def background(folder: Path, tries: int, seed: int) -> Outcome:
+def background(folder: Path, tries: int, seed: int) -> Attempts:
     """Slow saves in the background during training write the same bytes as saves that training waits for."""
     draw, whole = random.Random(seed), run_checkpoint.save_file
     expected = [read_checkpoint(path).state["files"] for path in list_checkpoints(trained(folder / "sync").parent)]
@@ -296,16 +278,15 @@ def background(folder: Path, tries: int, seed: int) -> Outcome:
         time.sleep(draw.uniform(0, 0.2))
         return whole(path, parts)
 
-    def attempt(number: int) -> tuple[bool, str]:
-        place = folder / str(number)
-        refused = train(place, "run=source", "trainer.max_steps=6", "callbacks.checkpoint.asynchronous=true")
-        paths = list_checkpoints(place / "pretrain" / "source" / "checkpoints")
-        files = [read_checkpoint(path).state["files"] for path in paths]
-        return files == expected and not refused, f"run {number}: {[path.name for path in paths]} {refused}"
-
     run_checkpoint.save_file = slow
     try:
-        return tally(map(attempt, range(tries)))
+        for number in range(tries):
+            place = folder / str(number)
+            refused = train(place, "run=source", "trainer.max_steps=6", "callbacks.checkpoint.asynchronous=true")
+            paths = list_checkpoints(place / "pretrain" / "source" / "checkpoints")
+            files = [read_checkpoint(path).state["files"] for path in paths]
+            good = files == expected and not refused
+            yield f"run {number}", None if good else f"{[path.name for path in paths]} {refused}"
     finally:
         run_checkpoint.save_file = whole
 

@@ -10,6 +10,7 @@ import random
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from scripts.soak import hostile_media
-from scripts.soak.rows import Outcome, Row
+from scripts.soak.rows import Attempts, Row
 from vsa.data.bad_samples import BadSampleError
 from vsa.data.codecs import HaarCodec
 from vsa.data.datamodule import LatentDataModule
@@ -69,40 +70,36 @@ def _one_line(error: BaseException, *words: str) -> bool:
     )
 
 
-def _flipped_shards(folder: Path, tries: int, seed: int) -> Outcome:
+def _flipped_shards(folder: Path, tries: int, seed: int) -> Attempts:
     root, draw = _write(folder / "set"), random.Random(seed)
-    good, failures, num_reported = _read(root), [], 0
+    good, num_reported = _read(root), 0
     for i in range(tries):
         path = draw.choice(sorted(root.glob("*.tar")))
         content = path.read_bytes()
         place, bit = draw.randrange(len(content)), draw.randrange(8)
         path.write_bytes(content[:place] + bytes([content[place] ^ 1 << bit]) + content[place + 1 :])
-        what = f"try {i}: bit {bit} of byte {place} of {path.name}"
         try:
             reader, read = LatentReader(root), _read(root)
             num_reported += any(isinstance(value, str) for value in read.values())
-            if not _same(read, good) or list(reader.damaged_shards()) != [path]:
-                failures.append(what)
+            found = _same(read, good) and list(reader.damaged_shards()) == [path]
+            failure = None if found else "not found"
         except ValueError as error:
             # opening a data set already reads the null embedding
             num_reported += 1
-            if not _one_line(error, path.name, "__null__"):
-                failures.append(f"{what}: {error!r}")
+            failure = None if _one_line(error, path.name, "__null__") else repr(error)
+        yield f"try {i}: bit {bit} of byte {place} of {path.name}", failure
         path.write_bytes(content)
-    notes = (f"{num_reported} of {tries} in bytes that a training reads, all {tries} found by a whole read",)
-    return Outcome(tried=tries, survived=tries - len(failures), failures=tuple(failures), notes=notes)
+    return (f"{num_reported} of {tries} in bytes that a training reads, all {tries} found by a whole read",)
 
 
-def _flipped_index(folder: Path, tries: int, seed: int) -> Outcome:
+def _flipped_index(folder: Path, tries: int, seed: int) -> Attempts:
     root, draw = _write(folder / "set"), random.Random(seed)
     path = root / INDEX_NAME
-    content, failures = path.read_bytes(), []
+    content = path.read_bytes()
     for i in range(tries):
         place, bit = draw.randrange(len(content)), draw.randrange(8)
         path.write_bytes(content[:place] + bytes([content[place] ^ 1 << bit]) + content[place + 1 :])
-        if (problem := _not_refused(root)) is not None:
-            failures.append(f"try {i}: bit {bit} of byte {place}: {problem}")
-    return Outcome(tried=tries, survived=tries - len(failures), failures=tuple(failures))
+        yield f"try {i}: bit {bit} of byte {place}", _not_refused(root)
 
 
 def _not_refused(root: Path, *words: str) -> str | None:
@@ -114,18 +111,16 @@ def _not_refused(root: Path, *words: str) -> str | None:
     return "accepted"
 
 
-def _cut_shards(folder: Path, tries: int, seed: int) -> Outcome:
-    root, draw, failures = _write(folder / "set"), random.Random(seed), []
+def _cut_shards(folder: Path, tries: int, seed: int) -> Attempts:
+    root, draw = _write(folder / "set"), random.Random(seed)
     for i in range(tries):
         path = draw.choice(sorted(root.glob("*.tar")))
         content = path.read_bytes()
         # every second try cuts at the end of a tar block
         cut = draw.randrange(len(content)) // (512 if i % 2 else 1) * (512 if i % 2 else 1)
         path.write_bytes(content[:cut])
-        if (problem := _not_refused(root, path.name)) is not None:
-            failures.append(f"try {i}: {path.name} cut at {cut}: {problem}")
+        yield f"try {i}: {path.name} cut at {cut}", _not_refused(root, path.name)
         path.write_bytes(content)
-    return Outcome(tried=tries, survived=tries - len(failures), failures=tuple(failures))
 
 
 def edit_index(root: Path, change: Callable[[dict[str, Any]], object]) -> None:
@@ -233,11 +228,10 @@ def _module(root: Path, **options: Any) -> LatentDataModule:
     )
 
 
-def _forged_members(folder: Path, tries: int, seed: int) -> Outcome:
+def _forged_members(folder: Path, tries: int, seed: int) -> Attempts:
     """Draw each sample in the first step of a training, which has to skip it and report the cause."""
-    good, failures = _write(folder / "good", count=8), []
-    cases = list(forgeries())[:tries]
-    for i, forgery in enumerate(cases):
+    good = _write(folder / "good", count=8)
+    for forgery in islice(forgeries(), tries):
         root = shutil.copytree(good, folder / "set")
         forge(root, "clip-003", forgery.kind, forgery.payload)
         try:
@@ -248,12 +242,12 @@ def _forged_members(folder: Path, tries: int, seed: int) -> Outcome:
             passed = len(batch.sample_ids) == 8 and "clip-003" not in batch.sample_ids
             whole = bool(batch.latents.isfinite().all() and batch.text.isfinite().all())
             # a sample that replaces itself is reported only once
-            if set(reports) != {("clip-003", forgery.cause)} or not passed or not whole:
-                failures.append(f"try {i}: {forgery.name}: told {reports}, expected {forgery.cause}")
+            good_report = set(reports) == {("clip-003", forgery.cause)}
+            failure = None if good_report and passed and whole else f"told {reports}, expected {forgery.cause}"
         except Exception as error:
-            failures.append(f"try {i}: {forgery.name}: {error!r}"[:300])
+            failure = repr(error)
+        yield forgery.name, failure
         shutil.rmtree(root)
-    return Outcome(tried=len(cases), survived=len(cases) - len(failures), failures=tuple(failures))
 
 
 def index_tricks() -> dict[str, tuple[Callable[[dict[str, Any]], object], str]]:
@@ -292,25 +286,22 @@ def index_tricks() -> dict[str, tuple[Callable[[dict[str, Any]], object], str]]:
     }
 
 
-def _index_tricks(folder: Path, tries: int, seed: int) -> Outcome:
-    root, failures = _write(folder / "set"), []
+def _index_tricks(folder: Path, tries: int, seed: int) -> Attempts:
+    root = _write(folder / "set")
     content = (root / INDEX_NAME).read_text()
-    cases = list(index_tricks().items())[:tries]
-    for name, (change, word) in cases:
+    for name, (change, word) in islice(index_tricks().items(), tries):
         edit_index(root, change)
-        if (problem := _not_refused(root, INDEX_NAME, word)) is not None:
-            failures.append(f"{name}: {problem}")
+        yield name, _not_refused(root, INDEX_NAME, word)
         (root / INDEX_NAME).write_text(content)
-    return Outcome(tried=len(cases), survived=len(cases) - len(failures), failures=tuple(failures))
 
 
-def _runs_with_bad_samples(folder: Path, tries: int, seed: int) -> Outcome:
+def _runs_with_bad_samples(folder: Path, tries: int, seed: int) -> Attempts:
     """A run skips a bad sample; stopping it and resuming with another number of workers changes nothing."""
     # imported here, because it imports the whole package, which other rows do not need
     from scripts.soak.tiny import STEPS, metrics, run_folder, start, words, write_shards
     from vsa.checkpoints.run_checkpoint import resolve_checkpoint
 
-    draw, failures, met = random.Random(seed), [], 0
+    draw, _failures, met = random.Random(seed), [], 0
     for i in range(tries):
         own = folder / f"try-{i}"
         own.mkdir()
@@ -334,7 +325,7 @@ def _runs_with_bad_samples(folder: Path, tries: int, seed: int) -> Outcome:
         ]
         what = f"try {i}: {sample} in {span.shard}, cut at {cut}, {workers} workers"
         if any(status):
-            failures.append(f"{what}: exit status {status}")
+            yield what, f"exit status {status}"
             continue
         saved = [resolve_checkpoint("last", run) for run in (straight, other)]
         losses = [{step: row["train/loss"] for step, row in metrics(run).items()} for run in (straight, other)]
@@ -349,11 +340,9 @@ def _runs_with_bad_samples(folder: Path, tries: int, seed: int) -> Outcome:
             "losses": losses[0] == losses[1] and len(losses[0]) == STEPS,
             "tensors": all(torch.equal(tensor, tensors[1][key]) for key, tensor in tensors[0].items()),
         }
-        if not all(equal.values()):
-            failures.append(f"{what}: {equal}")
+        yield what, None if all(equal.values()) else str(equal)
         shutil.rmtree(own)
-    notes = (f"{met} draws of bad samples passed",)
-    return Outcome(tried=tries, survived=tries - len(failures), failures=tuple(failures), notes=notes)
+    return (f"{met} draws of bad samples passed",)
 
 
 ROWS: tuple[Row, ...] = (

@@ -17,8 +17,7 @@ from scripts.soak import tiny
 from scripts.soak.hostile import FILES, KEYS, PACKAGE, TARGETS, arm, grammar, hydra_nodes
 from scripts.soak.pickles import unpickle
 from scripts.soak.refusals import contents, drawn, refusal_failure
-from scripts.soak.rows import Outcome, Row
-from scripts.soak.tally import Tally
+from scripts.soak.rows import Attempts, Row
 from vsa.checkpoints.run_checkpoint import read_checkpoint, resolve_checkpoint, write_checkpoint
 from vsa.config import check_settings, check_targets
 from vsa.training.hydra_guard import checked_hydra
@@ -26,7 +25,7 @@ from vsa.training.hydra_guard import checked_hydra
 CONFIGS = tiny.ROOT / "configs"
 
 
-def overwrite(folder: Path, tries: int, seed: int) -> Outcome:
+def overwrite(folder: Path, tries: int, seed: int) -> Attempts:
     """`overwrite=true` in folders that hold other files than the run: no other file is deleted."""
     assert tiny.start(tiny.words(folder, "trainer.max_steps=3"), folder=folder).wait() == 0
     outputs, run = folder / "outputs", tiny.run_folder(folder)
@@ -47,20 +46,18 @@ def overwrite(folder: Path, tries: int, seed: int) -> Outcome:
         # the folder of the run itself, refused for another reason
         ["optim.lr=-1"],
     ]
-    tally = Tally()
     before = contents(folder)
     for overrides in drawn(settings, tries, seed):
         words = tiny.words(folder, "overwrite=true", "trainer.max_steps=1", *overrides)
         failure = refusal_failure(tiny.start(words, folder=folder))
         if contents(folder) != before:
             failure = f"files changed: {sorted(set(before.items()) ^ set(contents(folder).items()))[:3]}"
-        tally.add(" ".join(overrides), failure)
-    return tally.outcome()
+        yield " ".join(overrides), failure
 
 
-def two_runs(folder: Path, tries: int, seed: int) -> Outcome:
+def two_runs(folder: Path, tries: int, seed: int) -> Attempts:
     """Start a second run in the folder of a running one: it is refused, and the first ends as it would alone."""
-    tally, rng = Tally(), random.Random(seed)
+    rng = random.Random(seed)
     alone = tiny.words(folder, "run=alone")
     assert tiny.start(alone, folder=folder).wait() == 0
     expected = tiny.digest_of_run(tiny.run_folder(folder, "alone"))
@@ -79,11 +76,10 @@ def two_runs(folder: Path, tries: int, seed: int) -> Outcome:
         status = first.wait()
         if failure is None and (status != 0 or tiny.digest_of_run(run) != expected):
             failure = f"the first run ended with status {status}, or with other weights"
-        tally.add(f"{how} at step {step}", failure)
-    return tally.outcome()
+        yield f"{how} at step {step}", failure
 
 
-def refused_starts(folder: Path, tries: int, seed: int) -> Outcome:
+def refused_starts(folder: Path, tries: int, seed: int) -> Attempts:
     """A refused start leaves an existing run folder unchanged, byte for byte."""
     settings = [
         *("optim.lr=-1", "model.num_layers=two", "sparsity.sparsity=2", "data.batch_size=0", "nope=3", "model=nope"),
@@ -96,14 +92,13 @@ def refused_starts(folder: Path, tries: int, seed: int) -> Outcome:
     starts += [("", "trainer.max_steps=9"), ("ckpt_path=nowhere", "seed=0"), ("ckpt_path=last", "seed=1")]
     arm(folder)
     assert tiny.start(tiny.words(folder, "trainer.max_steps=6"), folder=folder).wait() == 0
-    before, tally = contents(folder), Tally()
+    before = contents(folder)
     for how, setting in drawn(starts, tries, seed):
         run = tiny.start(tiny.words(folder, "trainer.max_steps=9", *filter(None, (how, setting))), folder=folder)
         failure = refusal_failure(run)
         if contents(folder) != before:
             failure = f"files changed, and {failure}"
-        tally.add(f"{how} {setting}", failure)
-    return tally.outcome()
+        yield f"{how} {setting}", failure
 
 
 def _hostile_start(arguments: list[str], folder: Path, proof: Path, before: Mapping[str, Any]) -> str | None:
@@ -114,9 +109,9 @@ def _hostile_start(arguments: list[str], folder: Path, proof: Path, before: Mapp
     return failure or (None if contents(folder) == before else "files changed")
 
 
-def hydra_files(folder: Path, tries: int, seed: int) -> Outcome:
+def hydra_files(folder: Path, tries: int, seed: int) -> Attempts:
     """Hostile `hydra` nodes in an experiment file."""
-    proof, tally = arm(folder), Tally()
+    proof = arm(folder)
     experiments = folder / "configs" / "experiment"
     experiments.mkdir(parents=True)
     words = [*tiny.words(folder), "--config-dir", str(experiments.parent), "experiment=evil"]
@@ -125,13 +120,12 @@ def hydra_files(folder: Path, tries: int, seed: int) -> Outcome:
         (experiments / "evil.yaml").write_text(text)
         # Hydra uses launchers and sweepers only for several runs
         several = ["-m"] if {"launcher", "sweeper"} & set(node) else []
-        tally.add(name, _hostile_start([*several, *words], folder, proof, contents(folder)))
-    return tally.outcome()
+        yield name, _hostile_start([*several, *words], folder, proof, contents(folder))
 
 
-def hydra_overrides(folder: Path, tries: int, seed: int) -> Outcome:
+def hydra_overrides(folder: Path, tries: int, seed: int) -> Attempts:
     """Hostile `hydra` nodes on the command line."""
-    proof, tally = arm(folder), Tally()
+    proof = arm(folder)
     words = tiny.words(folder)
     before = contents(folder)
     for name, node in drawn([*hydra_nodes(proof).items()], tries, seed):
@@ -142,8 +136,7 @@ def hydra_overrides(folder: Path, tries: int, seed: int) -> Outcome:
             for top, inner in node.items()
             for key, value in inner.items()
         ]
-        tally.add(name, _hostile_start([*several, *words, *settings], folder, proof, before))
-    return tally.outcome()
+        yield name, _hostile_start([*several, *words, *settings], folder, proof, before)
 
 
 def _with_config(run: Path, target: Path, config: Mapping[str, Any]) -> Path:
@@ -155,9 +148,9 @@ def _with_config(run: Path, target: Path, config: Mapping[str, Any]) -> Path:
     )
 
 
-def hydra_checkpoints(folder: Path, tries: int, seed: int) -> Outcome:
+def hydra_checkpoints(folder: Path, tries: int, seed: int) -> Attempts:
     """Hostile `hydra` nodes in the config of a resumed checkpoint, where they are only data."""
-    proof, tally = arm(folder), Tally()
+    proof = arm(folder)
     assert tiny.start(tiny.words(folder, "trainer.max_steps=3"), folder=folder).wait() == 0
     config = resolve_checkpoint("last", tiny.run_folder(folder)).state["config"]
     for number, (name, node) in enumerate(drawn([*hydra_nodes(proof).items()], tries, seed)):
@@ -167,14 +160,13 @@ def hydra_checkpoints(folder: Path, tries: int, seed: int) -> Outcome:
         failure = refusal_failure(run)
         if run.returncode == 0:
             failure = None
-        tally.add(name, "it was executed" if proof.exists() else failure)
+        yield name, "it was executed" if proof.exists() else failure
         proof.unlink(missing_ok=True)
-    return tally.outcome()
 
 
-def targets(folder: Path, tries: int, seed: int) -> Outcome:
+def targets(folder: Path, tries: int, seed: int) -> Attempts:
     """Classes and functions of other packages, in four places of a config."""
-    proof, tally = arm(folder), Tally()
+    proof = arm(folder)
     for target in drawn(TARGETS, tries, seed):
         evil = {"_target_": target}
         places = (
@@ -197,23 +189,21 @@ def targets(folder: Path, tries: int, seed: int) -> Outcome:
         if proof.exists():
             passed.append("it was imported")
             proof.unlink()
-        tally.add(repr(target), "; ".join(passed) or None)
-    return tally.outcome()
+        yield repr(target), "; ".join(passed) or None
 
 
-def keys(folder: Path, tries: int, seed: int) -> Outcome:
+def keys(folder: Path, tries: int, seed: int) -> Attempts:
     """A class of another package below every key, on the command line."""
-    proof, tally = arm(folder), Tally()
+    proof = arm(folder)
     words = tiny.words(folder)
     before = contents(folder)
     for key in drawn(KEYS, tries, seed):
-        tally.add(key, _hostile_start([*words, f"++{key}._target_={PACKAGE}.run"], folder, proof, before))
-    return tally.outcome()
+        yield key, _hostile_start([*words, f"++{key}._target_={PACKAGE}.run"], folder, proof, before)
 
 
-def checkpoints(folder: Path, tries: int, seed: int) -> Outcome:
+def checkpoints(folder: Path, tries: int, seed: int) -> Attempts:
     """Nodes in the config of a checkpoint that name other classes, through three commands that instantiate it."""
-    proof, tally = arm(folder), Tally()
+    proof = arm(folder)
     assert tiny.start(tiny.words(folder, "trainer.max_steps=3"), folder=folder).wait() == 0
     config = resolve_checkpoint("last", tiny.run_folder(folder)).state["config"]
     nodes = ("model", "attention", "sparsity", "data", "data.codec", "data.text_encoder", "task", "task.objective")
@@ -240,14 +230,12 @@ def checkpoints(folder: Path, tries: int, seed: int) -> Outcome:
         # a command may not use the node
         if process.returncode == 0:
             failure = None
-        tally.add(f"{command} {node}", "it was executed" if proof.exists() else failure)
+        yield f"{command} {node}", "it was executed" if proof.exists() else failure
         proof.unlink(missing_ok=True)
-    return tally.outcome()
 
 
-def shipped(folder: Path, tries: int, seed: int) -> Outcome:
+def shipped(folder: Path, tries: int, seed: int) -> Attempts:
     """All experiments of the project pass the checks."""
-    tally = Tally()
     names = sorted(path.stem for path in (CONFIGS / "experiment").glob("*.yaml"))
     for name in drawn(names, tries, seed):
         try:
@@ -258,20 +246,18 @@ def shipped(folder: Path, tries: int, seed: int) -> Outcome:
             failure = None
         except Exception as error:
             failure = repr(error)
-        tally.add(name, failure)
-    return tally.outcome()
+        yield name, failure
 
 
-def hostile_files(folder: Path, tries: int, seed: int) -> Outcome:
+def hostile_files(folder: Path, tries: int, seed: int) -> Attempts:
     """Experiment files that are not valid settings."""
-    proof, tally = arm(folder), Tally()
+    proof = arm(folder)
     experiments = folder / "configs" / "experiment"
     experiments.mkdir(parents=True)
     words = [*tiny.words(folder), "--config-dir", str(experiments.parent), "experiment=evil"]
     for name, content in drawn([*FILES.items()], tries, seed):
         (experiments / "evil.yaml").write_bytes(content)
-        tally.add(name, _hostile_start(words, folder, proof, contents(folder)))
-    return tally.outcome()
+        yield name, _hostile_start(words, folder, proof, contents(folder))
 
 
 ROWS = (

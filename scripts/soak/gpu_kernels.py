@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 from vsa_kernels import BlockIndex, Blocks, block_sparse_attn
 
-from scripts.soak.rows import Outcome, Row
-from scripts.soak.tally import Tally
+from scripts.soak.rows import Attempts, Row
 
 LONG = 99_866
 """Number of tokens from which the strides of a fused q, k, v of 56 heads x 128 exceed 2^31 elements."""
@@ -67,17 +66,16 @@ def long_views(
     return None
 
 
-def long_strides(folder: Path, tries: int, seed: int) -> Outcome:
+def long_strides(folder: Path, tries: int, seed: int) -> Attempts:
     """Forward and backward on a fused q, k, v of at least 2^31 elements (4.3 GB in bf16)."""
-    tally, device = Tally(), torch.device("cuda")
+    device = torch.device("cuda")
     for number in range(tries):
         dtype = (torch.bfloat16, torch.float16)[number % 2]
         failure = long_views(
             LONG + number, heads=56, head_dim=128, seed=seed + number, backend="triton", device=device, dtype=dtype
         )
-        tally.add(f"{LONG + number} x 56 x 128, {dtype}", failure)
+        yield f"{LONG + number} x 56 x 128, {dtype}", failure
         torch.cuda.empty_cache()
-    return tally.outcome()
 
 
 ROWS = (Row(name="strides past 2**31 on a GPU", tries=4, short_tries=1, run=long_strides),)

@@ -12,8 +12,7 @@ from pathlib import Path
 import torch
 
 from scripts.soak import tiny
-from scripts.soak.rows import Outcome, Row
-from scripts.soak.tally import Tally
+from scripts.soak.rows import Attempts, Row
 from vsa.checkpoints.run_checkpoint import list_checkpoints, read_checkpoint, resolve_checkpoint
 
 TIMEOUT = 20
@@ -65,9 +64,9 @@ def ranks_of(started: tiny.Started, count: int) -> list[int]:
     return [started.pid, *children()]
 
 
-def signals(folder: Path, tries: int, seed: int) -> Outcome:
+def signals(folder: Path, tries: int, seed: int) -> Attempts:
     """SIGTERM and SIGINT to the first rank, another one, or all: the run saves, has its status, and can be resumed."""
-    tally, rng = Tally(), random.Random(seed)
+    rng = random.Random(seed)
     for number in range(tries):
         kind, whom = (signal.SIGTERM, signal.SIGINT)[number % 2], ("first", "last", "all")[number // 2 % 3]
         words, run = gpu_words(folder, f"run=r{number}", "trainer.max_steps=400"), tiny.run_folder(folder, f"r{number}")
@@ -75,7 +74,7 @@ def signals(folder: Path, tries: int, seed: int) -> Outcome:
         step = rng.randint(1, 40)
         if not tiny.wait_for_step(run, step, seconds=240, of=process):
             process.kill()
-            tally.add(f"{kind.name} to the {whom}", f"no step {step}: {process.output()[-300:]}")
+            yield f"{kind.name} to the {whom}", f"no step {step}: {process.output()[-300:]}"
             continue
         pids = ranks_of(process, 2)
         for pid in {"first": pids[:1], "last": pids[-1:], "all": pids}[whom]:
@@ -94,13 +93,12 @@ def signals(folder: Path, tries: int, seed: int) -> Outcome:
             again = tiny.start(words, folder=folder, fresh=True)
             if again.wait(300) or resolve_checkpoint("last", run).step != saved + 2:
                 failure = f"the resume: {again.output()[-300:]}"
-        tally.add(f"{kind.name} to the {whom} at step {step}", failure)
-    return tally.outcome()
+        yield f"{kind.name} to the {whom} at step {step}", failure
 
 
-def poisoned(folder: Path, tries: int, seed: int) -> Outcome:
+def poisoned(folder: Path, tries: int, seed: int) -> Attempts:
     """NaN or Inf in one gradient of one rank: no rank takes the step, and the training continues."""
-    tally, rng = Tally(), random.Random(seed)
+    rng = random.Random(seed)
     script = folder / "poison.py"
     script.write_text(POISON)
     for number in range(tries):
@@ -122,13 +120,12 @@ def poisoned(folder: Path, tries: int, seed: int) -> Outcome:
             names = [name for name in before if not torch.equal(before[name], after[name])]
             skipped = tiny.metrics(run)[step + 1]["skipped_steps"]
             failure = f"{len(names)} tensors moved, {skipped} steps skipped" if names or skipped != "1" else None
-        tally.add(f"{value} in rank {rank} at step {step}", failure)
-    return tally.outcome()
+        yield f"{value} in rank {rank} at step {step}", failure
 
 
-def lost_ranks(folder: Path, tries: int, seed: int) -> Outcome:
+def lost_ranks(folder: Path, tries: int, seed: int) -> Attempts:
     """Kill or freeze a rank: the others end within the timeout."""
-    tally, rng = Tally(), random.Random(seed)
+    rng = random.Random(seed)
     for number in range(tries):
         kind = (signal.SIGSTOP, signal.SIGKILL)[number % 2]
         timeouts = (f"trainer.strategy.timeout={TIMEOUT}", f"trainer.strategy.first_timeout={6 * TIMEOUT}")
@@ -137,7 +134,7 @@ def lost_ranks(folder: Path, tries: int, seed: int) -> Outcome:
         step = rng.randint(1, 40)
         if not tiny.wait_for_step(tiny.run_folder(folder, f"r{number}"), step, seconds=240, of=process):
             process.kill()
-            tally.add(kind.name, f"no step {step}: {process.output()[-300:]}")
+            yield kind.name, f"no step {step}: {process.output()[-300:]}"
             continue
         pids = ranks_of(process, 2)
         victim, lost = pids[-1], f"rank {len(pids) - 1}"
@@ -156,8 +153,7 @@ def lost_ranks(folder: Path, tries: int, seed: int) -> Outcome:
             with suppress(ProcessLookupError):
                 os.kill(victim, signal.SIGKILL)
             process.kill()
-        tally.add(f"{kind.name} at step {step}", failure)
-    return tally.outcome()
+        yield f"{kind.name} at step {step}", failure
 
 
 ROWS = (

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from scripts.soak.rows import Outcome, Row
+from scripts.soak.rows import Attempts, Row
 from vsa.data.codecs import HaarCodec
 from vsa.data.encode import encode_folder
 from vsa.data.shards import LatentReader
@@ -114,7 +114,7 @@ def _hostile_files(folder: Path, good: bytes, draw: random.Random) -> list[tuple
     return files
 
 
-def _encode_hostile(folder: Path, tries: int, seed: int) -> Outcome:
+def _encode_hostile(folder: Path, tries: int, seed: int) -> Attempts:
     videos, draw = folder / "videos", random.Random(seed)
     videos.mkdir()
     good = []
@@ -147,13 +147,13 @@ def _encode_hostile(folder: Path, tries: int, seed: int) -> Outcome:
     reader = LatentReader(folder / "shards")
     reader.verify()
     encoded = {name for name in reader.index.samples if reader.latent(name).isfinite().all()}
-    failures = [f"{name} is neither encoded nor left out by name" for name in good if Path(name).stem not in encoded]
+    lost = [name for name in good if Path(name).stem not in encoded]
+    assert not lost, f"{lost} are not encoded"
     for name, may_pass in hostile:
         passed = any(sample.startswith(Path(name).stem) for sample in encoded - {Path(n).stem for n in good})
-        if (name in left_out) == passed or (passed and not may_pass):
-            failures.append(f"{name}: left out {name in left_out}, encoded {passed}")
-    notes = (f"{len(left_out)} left out by name, all {_GOOD} good files beside them encoded",)
-    return Outcome(tried=tries, survived=tries - len(failures), failures=tuple(failures), notes=notes)
+        good_end = (name in left_out) != passed and (may_pass or not passed)
+        yield name, None if good_end else f"left out {name in left_out}, encoded {passed}"
+    return (f"{len(left_out)} left out by name, all {_GOOD} good files beside them encoded",)
 
 
 ROW = Row(name="hostile files in encode cost themselves alone", tries=56, short_tries=5, run=_encode_hostile)

@@ -19,8 +19,7 @@ from vsa_kernels.coarse_fine import coarse_fine_attn
 
 from scripts.soak import tiny
 from scripts.soak.problems import Problem, block_of_token, computed, dense, difference, gradients, problem
-from scripts.soak.rows import Outcome, Row
-from scripts.soak.tally import Tally
+from scripts.soak.rows import Attempts, Row
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 BACKENDS = ("reference", "gather")
@@ -30,20 +29,17 @@ def _repeat(seed: int, number: int) -> int:
     return 1_000_003 * seed + number
 
 
-def fuzz(folder: Path, tries: int, seed: int) -> Outcome:
+def fuzz(folder: Path, tries: int, seed: int) -> Attempts:
     """Random problems on every CPU backend against fp64."""
-    tally = Tally()
     for number in range(tries):
         dtype, backend = DTYPES[number % 3], BACKENDS[number // 3 % 2]
         p = problem(_repeat(seed, number), dtype)
         failure = difference(p, dtype, computed(p, dtype, backend))
-        tally.add(f"problem {number}, {dtype}, {backend}", failure)
-    return tally.outcome()
+        yield f"problem {number}, {dtype}, {backend}", failure
 
 
-def operator(folder: Path, tries: int, seed: int) -> Outcome:
+def operator(folder: Path, tries: int, seed: int) -> Attempts:
     """The coarse-fine operator with both gates against its formula in fp64."""
-    tally = Tally()
     for number in range(tries):
         p = problem(_repeat(seed, number), torch.float64)
         topk = 1 + number % len(p.kv_sizes)
@@ -57,8 +53,7 @@ def operator(folder: Path, tries: int, seed: int) -> Outcome:
         gap = max(
             (a - b).abs().max().item() for a, b in zip((out, *grads), (expected_out, *expected_grads), strict=True)
         )
-        tally.add(f"problem {number}, top {topk}", None if gap < 1e-10 else f"differs by {gap:.1e}")
-    return tally.outcome()
+        yield f"problem {number}, top {topk}", None if gap < 1e-10 else f"differs by {gap:.1e}"
 
 
 def _operator(p: Problem, q: Tensor, k: Tensor, v: Tensor, coarse_gate: Tensor, fine_gate: Tensor, topk: int) -> Tensor:
@@ -78,9 +73,8 @@ def _operator(p: Problem, q: Tensor, k: Tensor, v: Tensor, coarse_gate: Tensor, 
     return coarse_gate * coarse + fine_gate * fine
 
 
-def topk(folder: Path, tries: int, seed: int) -> Outcome:
+def topk(folder: Path, tries: int, seed: int) -> Attempts:
     """Selection of scores with ties, NaN and Inf against a sort in Python."""
-    tally = Tally()
     for number in range(tries):
         rng, generator = random.Random(_repeat(seed, number)), torch.Generator().manual_seed(_repeat(seed, number))
         rows, columns = rng.randint(1, 6), rng.randint(1, 70)
@@ -101,13 +95,11 @@ def topk(folder: Path, tries: int, seed: int) -> Outcome:
                 length = int(index.kv_num_blocks[0, head, row])
                 if index.kv_indices[0, head, row, :length].tolist() != sorted(order[:count]):
                     failure = f"row {row} of head {head}"
-        tally.add(f"problem {number}, top {count} of {columns}", failure)
-    return tally.outcome()
+        yield f"problem {number}, top {count} of {columns}", failure
 
 
-def everything(folder: Path, tries: int, seed: int) -> Outcome:
+def everything(folder: Path, tries: int, seed: int) -> Attempts:
     """Attention to all blocks in fp64 equals SDPA of torch."""
-    tally = Tally()
     for number in range(tries):
         p = problem(_repeat(seed, number), torch.float64)
         every = tuple(range(len(p.kv_sizes)))
@@ -121,13 +113,11 @@ def everything(folder: Path, tries: int, seed: int) -> Outcome:
 
         expected = gradients(sdpa, p.q, p.k, p.v, p.d_out)
         gap = max((actual[name] - expected[name]).abs().max().item() for name in ("out", "dq", "dk", "dv"))
-        tally.add(f"problem {number}", None if gap < 1e-11 else f"differs by {gap:.1e}")
-    return tally.outcome()
+        yield f"problem {number}", None if gap < 1e-11 else f"differs by {gap:.1e}"
 
 
-def gradcheck(folder: Path, tries: int, seed: int) -> Outcome:
+def gradcheck(folder: Path, tries: int, seed: int) -> Attempts:
     """fp64 gradients through out and lse against finite differences."""
-    tally = Tally()
     for number in range(tries):
         p = problem(_repeat(seed, number), torch.float64, most=3, dims=(2, 3), least=1)
         index, blocks = p.index(), p.blocks
@@ -137,13 +127,11 @@ def gradcheck(folder: Path, tries: int, seed: int) -> Outcome:
             return block_sparse_attn(q, k, v, index, **blocks, backend=BACKENDS[number % 2])
 
         right = torch.autograd.gradcheck(sparse, inputs, fast_mode=True, raise_exception=False)
-        tally.add(f"problem {number}", None if right else "gradients and differences disagree")
-    return tally.outcome()
+        yield f"problem {number}", None if right else "gradients and differences disagree"
 
 
-def indices(folder: Path, tries: int, seed: int) -> Outcome:
+def indices(folder: Path, tries: int, seed: int) -> Attempts:
     """Queries with empty lists, and lists with block indices out of range."""
-    tally = Tally()
     for number in range(tries):
         p = problem(_repeat(seed, number), torch.float32)
         if number % 3:
@@ -151,7 +139,7 @@ def indices(folder: Path, tries: int, seed: int) -> Outcome:
             results = computed(replace(p, lists=empty), torch.float32, BACKENDS[number % 2])
             wrong = [name for name in ("out", "dq", "dk", "dv") if results[name].any()]
             wrong += [] if bool((results["lse"] == -torch.inf).all()) else ["lse"]
-            tally.add(f"problem {number}, empty", f"{wrong} not 0" if wrong else None)
+            yield f"problem {number}, empty", f"{wrong} not 0" if wrong else None
             continue
         bad = (-1, len(p.kv_sizes), 2**30)[number // 3 % 3]
         broken = BlockIndex(
@@ -163,13 +151,11 @@ def indices(folder: Path, tries: int, seed: int) -> Outcome:
             failure = "taken"
         except ValueError as error:
             failure = None if str(bad) in str(error) else f"it says {error}"
-        tally.add(f"problem {number}, block {bad}", failure)
-    return tally.outcome()
+        yield f"problem {number}, block {bad}", failure
 
 
-def extremes(folder: Path, tries: int, seed: int) -> Outcome:
+def extremes(folder: Path, tries: int, seed: int) -> Attempts:
     """NaN or Inf in one key affects only the queries that attend to it; logits of 1e4 and more give finite results."""
-    tally = Tally()
     for number in range(tries):
         p = problem(_repeat(seed, number), torch.float32, least=1)
         backend, mask = BACKENDS[number % 2], p.mask()
@@ -177,7 +163,7 @@ def extremes(folder: Path, tries: int, seed: int) -> Outcome:
             large = replace(p, q=p.q * 1e3, k=p.k * 1e3)
             results = computed(large, torch.float32, backend)
             failure = None if all(bool(x.isfinite().all()) for x in results.values()) else "not finite"
-            tally.add(f"problem {number}, large logits", failure)
+            yield f"problem {number}, large logits", failure
             continue
         q, k, v = (x.float() for x in (p.q, p.k, p.v))
         token, head, value = number % k.shape[1], number % k.shape[2], (torch.nan, torch.inf)[number % 2]
@@ -190,21 +176,19 @@ def extremes(folder: Path, tries: int, seed: int) -> Outcome:
         reached = ~out.isfinite().all(-1).transpose(1, 2)
         # a query with the logit -inf for an infinite key may stay finite
         wrong = (reached & ~sees).any() or (value != value and not torch.equal(reached, sees))
-        tally.add(f"problem {number}, {value} in key {token}", "other queries are hit" if wrong else None)
-    return tally.outcome()
+        yield f"problem {number}, {value} in key {token}", "other queries are hit" if wrong else None
 
 
-def repeats(folder: Path, tries: int, seed: int) -> Outcome:
+def repeats(folder: Path, tries: int, seed: int) -> Attempts:
     """Repeated calls are bitwise equal."""
-    tally, first = Tally(), {}
+    first = {}
     for number in range(tries):
         kind = number % 5
         p = problem(_repeat(seed, kind), torch.float32, most=60)
         actual = computed(p, torch.float32, BACKENDS[kind % 2])
         expected = first.setdefault(kind, actual)
         same = all(torch.equal(actual[name], expected[name]) for name in actual)
-        tally.add(f"problem {kind}, repeat {number // 5}", None if same else "other bits")
-    return tally.outcome()
+        yield f"problem {kind}, repeat {number // 5}", None if same else "other bits"
 
 
 def _far(x: Tensor) -> Tensor:
@@ -230,9 +214,9 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def layouts(folder: Path, tries: int, seed: int) -> Outcome:
+def layouts(folder: Path, tries: int, seed: int) -> Attempts:
     """Results for tensors in unusual layouts, with zero strides or without batch equal those of contiguous tensors."""
-    tally, names = Tally(), [*LAYOUTS, "expanded", "no batch", "one token"]
+    names = [*LAYOUTS, "expanded", "no batch", "one token"]
     for number in range(tries):
         name, backend = names[number % len(names)], BACKENDS[number // len(names) % 2]
         p = problem(_repeat(seed, number), torch.float32)
@@ -265,29 +249,25 @@ def layouts(folder: Path, tries: int, seed: int) -> Outcome:
         wrong = [part for part in actual if not torch.equal(actual[part], expected[part])]
         if name == "one token" and not torch.equal(actual["out"], v.repeat_interleave(q.shape[2] // v.shape[2], dim=2)):
             wrong.append("not its own value")
-        tally.add(f"problem {number}, {name}, {backend}", f"{wrong} differ" if wrong else None)
-    return tally.outcome()
+        yield f"problem {number}, {name}, {backend}", f"{wrong} differ" if wrong else None
 
 
-def interpreted(tries: int, seed: int) -> dict[str, Any]:
+def interpreted(tries: int, seed: int) -> Attempts:
     """Run small problems on the Triton kernels; TRITON_INTERPRET=1 must be set at the start of the process."""
-    tally = Tally()
     for number in range(tries):
         p = problem(_repeat(seed, number), torch.float32, most=12, dims=(16, 24, 32))
         failure = difference(p, torch.float32, computed(p, torch.float32, "triton"))
-        tally.add(f"problem {number}, triton", failure)
-    outcome = tally.outcome()
-    return {"tried": outcome.tried, "survived": outcome.survived, "failures": list(outcome.failures)}
+        yield f"problem {number}, triton", failure
 
 
-def triton(folder: Path, tries: int, seed: int) -> Outcome:
+def triton(folder: Path, tries: int, seed: int) -> Attempts:
     """Random problems on the Triton kernels in the interpreter, in a separate process, against fp64."""
     path = os.pathsep.join((str(tiny.ROOT), str(tiny.ROOT / "kernels"), os.environ.get("PYTHONPATH", "")))
-    code = f"import json; from scripts.soak.kernels import interpreted; print(json.dumps(interpreted({tries}, {seed})))"
+    call = f"[*interpreted({tries}, {seed})]"
+    code = f"import json; from scripts.soak.kernels import interpreted; print(json.dumps({call}))"
     env = {**os.environ, "PYTHONPATH": path, "TRITON_INTERPRET": "1"}
     process = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
-    report = json.loads(process.stdout.splitlines()[-1])
-    return Outcome(tried=report["tried"], survived=report["survived"], failures=tuple(report["failures"]))
+    yield from json.loads(process.stdout.splitlines()[-1])
 
 
 ROWS = (

@@ -16,7 +16,7 @@ from hydra import compose, initialize_config_dir
 from torch import Tensor, nn
 
 import vsa.training.train as training
-from scripts.soak.rows import Outcome, Row
+from scripts.soak.rows import Attempts, Row
 from scripts.soak.tiny import ROOT, metrics, run_folder, words
 from vsa.training.callbacks.ema import EMA
 from vsa.training.hydra_guard import checked_hydra
@@ -178,14 +178,12 @@ def _kept(trainer: L.Trainer, module: Any, network: str) -> dict[str, Tensor]:
     return tensors
 
 
-def not_finite(folder: Path, tries: int, seed: int) -> Outcome:
+def not_finite(folder: Path, tries: int, seed: int) -> Attempts:
     places = PLACES[:tries]
     if any(place.distilled for place in places):
         train(folder, "attention=full", "run=dense", "trainer.max_steps=4")
-    failures = []
     for number, place in enumerate(places):
-        failures += [f"{place}: {reason}" for reason in [_survives(folder, place, f"p{number}", seed)] if reason]
-    return Outcome(tried=len(places), survived=len(places) - len(failures), failures=tuple(failures))
+        yield str(place), _survives(folder, place, f"p{number}", seed)
 
 
 def _survives(folder: Path, place: Place, run: str, seed: int) -> str | None:
@@ -241,8 +239,8 @@ SPOILT = (
 )
 
 
-def replayed(folder: Path, tries: int, seed: int) -> Outcome:
-    numbers, failures = random.Random(seed), []
+def replayed(folder: Path, tries: int, seed: int) -> Attempts:
+    numbers = random.Random(seed)
     for number in range(tries):
         what, value, first = SPOILT[number % len(SPOILT)]
         step, accumulate = numbers.randrange(0, 8), numbers.choice((1, 2, 4))
@@ -251,9 +249,8 @@ def replayed(folder: Path, tries: int, seed: int) -> Outcome:
             train(folder, *settings, f"trainer.max_steps={step + 2}", callbacks=(SpoilAt(what, step, value),))
         paths = sorted((run_folder(folder, f"r{number}") / "nan-dumps").glob("*"))
         result = replay_step(paths[0], accelerator="cpu") if paths else None
-        if result is None or not result.reproduced or first not in str(result.first) or result.step != step:
-            failures.append(f"{what}={value} in step {step}, {accumulate} micro-batches: {result}")
-    return Outcome(tried=tries, survived=tries - len(failures), failures=tuple(failures))
+        found = result is not None and result.reproduced and first in str(result.first) and result.step == step
+        yield f"{what}={value} in step {step}, {accumulate} micro-batches", None if found else str(result)
 
 
 # loss spikes
@@ -271,20 +268,19 @@ class Outlier(L.Callback):
             batch.latents.mul_(40)
 
 
-def clean_runs(folder: Path, tries: int, seed: int) -> Outcome:
-    steps, failures, highest = 150, [], 0.0
+def clean_runs(folder: Path, tries: int, seed: int) -> Attempts:
+    steps, highest = 150, 0.0
     for number in range(tries):
         train(folder, *watched(number, seed, steps), *TOY)
         rows = metrics(run_folder(folder, f"s{number}"))
         highest = max(highest, max(float(row["train/loss"]) for row in rows.values()))
-        if float(rows[steps]["loss_spikes/rollbacks"]):
-            failures.append(f"seed {seed + number}: {rows[steps]['loss_spikes/rollbacks']} false alarms")
-    notes = (f"{tries * steps} steps of toy clips, losses up to {highest:.3g}",)
-    return Outcome(tried=tries, survived=tries - len(failures), failures=tuple(failures), notes=notes)
+        alarms = float(rows[steps]["loss_spikes/rollbacks"])
+        yield f"seed {seed + number}", f"{alarms:g} false alarms" if alarms else None
+    return (f"{tries * steps} steps of toy clips, losses up to {highest:.3g}",)
 
 
-def provoked(folder: Path, tries: int, seed: int) -> Outcome:
-    numbers, failures = random.Random(seed), []
+def provoked(folder: Path, tries: int, seed: int) -> Attempts:
+    numbers = random.Random(seed)
     for number in range(tries):
         step = numbers.randrange(20, 38)
         settings = watched(number, seed, 40)
@@ -295,11 +291,9 @@ def provoked(folder: Path, tries: int, seed: int) -> Outcome:
         again = metrics(run_folder(folder, "again"))
         same = {n: row["train/loss"] for n, row in rows.items()} == {n: row["train/loss"] for n, row in again.items()}
         worst = max(float(row["train/loss"]) for row in rows.values())
-        if rows[40]["loss_spikes/rollbacks"] != "1" or list(rows) != list(range(1, 41)) or worst > 10 or not same:
-            failures.append(
-                f"seed {seed + number}, step {step}: largest loss {worst:.3g}, same twice {same}, {rows[40]}"
-            )
-    return Outcome(tried=tries, survived=tries - len(failures), failures=tuple(failures))
+        good = rows[40]["loss_spikes/rollbacks"] == "1" and list(rows) == list(range(1, 41)) and worst <= 10 and same
+        failure = None if good else f"largest loss {worst:.3g}, same twice {same}, {rows[40]}"
+        yield f"seed {seed + number}, step {step}", failure
 
 
 def watched(number: int, seed: int, steps: int) -> tuple[str, ...]:

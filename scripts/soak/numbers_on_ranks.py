@@ -16,8 +16,7 @@ from typing import Any
 import lightning as L
 
 from scripts.soak.numbers import TOY, Outlier, SpoilAt, watched, with_callbacks
-from scripts.soak.rows import Outcome, Row
-from scripts.soak.tally import Tally
+from scripts.soak.rows import Attempts, Row
 from scripts.soak.tiny import TWO_RANKS, metrics, run_folder, start_ranks, words
 from vsa.cli import main
 from vsa.training.replay import replay_step
@@ -50,9 +49,9 @@ class SpoilOne(SpoilAt):
             super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
 
 
-def replayed(folder: Path, tries: int, seed: int) -> Outcome:
+def replayed(folder: Path, tries: int, seed: int) -> Attempts:
     """A bad latent on one of the ranks: the replay in one process has the losses of both and names the sample."""
-    numbers, tally = random.Random(seed), Tally()
+    numbers = random.Random(seed)
     for number in range(tries):
         rank, value, step = number % 2, (math.nan, math.inf)[number // 2 % 2], numbers.randrange(0, 8)
         accumulate = numbers.choice((1, 2))
@@ -68,13 +67,12 @@ def replayed(folder: Path, tries: int, seed: int) -> Outcome:
             # the losses of both ranks, by rank and micro-batch
             summaries = [(r.reproduced, r.step, len(r.losses), "latents of sample" in str(r.first)) for r in results]
             failure = None if summaries == [(True, step, 2 * accumulate, True)] else str(results)
-        tally.add(f"{value} on rank {rank} in step {step}, {accumulate} micro-batches, seed {seed + number}", failure)
-    return tally.outcome()
+        yield f"{value} on rank {rank} in step {step}, {accumulate} micro-batches, seed {seed + number}", failure
 
 
-def provoked(folder: Path, tries: int, seed: int) -> Outcome:
+def provoked(folder: Path, tries: int, seed: int) -> Attempts:
     """One batch times 40 on both ranks: one rollback, and a second run is equal."""
-    numbers, tally = random.Random(seed), Tally()
+    numbers = random.Random(seed)
     for number in range(tries):
         step, failure, losses = numbers.randrange(20, 38), None, []
         for run in (f"s{number}", f"again{number}"):
@@ -88,8 +86,7 @@ def provoked(folder: Path, tries: int, seed: int) -> Outcome:
             rolled_back = rows[40]["loss_spikes/rollbacks"]
             if rolled_back != "1" or list(losses[0]) != list(range(1, 41)) or worst > 10 or losses[0] != losses[1]:
                 failure = f"{rolled_back} rollbacks, largest loss {worst:.3g}, same twice {losses[0] == losses[1]}"
-        tally.add(f"seed {seed + number}, step {step}", failure)
-    return tally.outcome()
+        yield f"seed {seed + number}, step {step}", failure
 
 
 ROWS = (

@@ -11,8 +11,7 @@ from pathlib import Path
 from scripts.soak import tiny
 from scripts.soak.hostile import arm, payloads
 from scripts.soak.refusals import drawn, refusal_failure
-from scripts.soak.rows import Outcome
-from scripts.soak.tally import Tally
+from scripts.soak.rows import Attempts
 from vsa.checkpoints.run_checkpoint import resolve_checkpoint
 from vsa.data.index import INDEX_NAME, DatasetIndex
 from vsa.files import file_digest
@@ -28,7 +27,7 @@ ROOTS = (
 )
 
 
-def unpickle(folder: Path, tries: int, seed: int) -> Outcome:
+def unpickle(folder: Path, tries: int, seed: int) -> Attempts:
     """13 payloads as checkpoints, weights and tensors with correct digests, 6 as latents, and 7 data roots."""
     proof = arm(folder)
     assert tiny.start(tiny.words(folder, "trainer.max_steps=3"), folder=folder).wait() == 0
@@ -36,13 +35,11 @@ def unpickle(folder: Path, tries: int, seed: int) -> Outcome:
     cases = [(place, name) for place in ("ckpt_path", "init_from", "tensors", "sample") for name in payloads_by_name]
     # in the order of the payloads, whose last six include an object array, an archive and a script
     cases += [("latents", name) for name in [*payloads_by_name][-6:]] + [("root", root) for root in ROOTS]
-    tally = Tally()
     for number, (place, name) in enumerate(drawn(cases, tries, seed)):
         own = folder / f"case{number}"
         own.mkdir()
-        tally.add(f"{place} {name}", _failure(place, name, payloads_by_name.get(name, b""), own, folder, proof))
+        yield f"{place} {name}", _failure(place, name, payloads_by_name.get(name, b""), own, folder, proof)
         proof.unlink(missing_ok=True)
-    return tally.outcome()
 
 
 def _failure(place: str, name: str, payload: bytes, own: Path, folder: Path, proof: Path) -> str | None:

@@ -18,8 +18,7 @@ import torch
 
 from scripts.soak import tiny
 from scripts.soak.resume import settings_of
-from scripts.soak.rows import Outcome, Row
-from scripts.soak.tally import Tally
+from scripts.soak.rows import Attempts, Row
 from vsa.checkpoints.run_checkpoint import resolve_checkpoint
 from vsa.training.watch import LOST_STATUS
 
@@ -114,22 +113,21 @@ def _own_launcher(words: Sequence[str], *, folder: Path) -> tiny.Started:
     return tiny.start(words, folder=folder, fresh=True)
 
 
-def frozen(folder: Path, tries: int, seed: int) -> Outcome:
+def frozen(folder: Path, tries: int, seed: int) -> Attempts:
     """SIGSTOP to one of two ranks, in the last try with the launcher."""
-    tally, rng = Tally(), random.Random(seed)
+    rng = random.Random(seed)
     for number in range(tries):
         name, lost = f"frozen{number}", number % 2
         if number == 4:
             failure = _lost_of_launcher(folder, name, signal.SIGSTOP, 1, _own_launcher, LOST_STATUS)
         else:
             failure = _lost(folder, name, signal.SIGSTOP, lost, rng)
-        tally.add(f"rank {lost}", failure)
-    return tally.outcome()
+        yield f"rank {lost}", failure
 
 
-def dead(folder: Path, tries: int, seed: int) -> Outcome:
+def dead(folder: Path, tries: int, seed: int) -> Attempts:
     """SIGKILL to one of two ranks: four times without a launcher, twice with it, once with torchrun."""
-    tally, rng = Tally(), random.Random(seed)
+    rng = random.Random(seed)
     for number in range(tries):
         name, lost = f"dead{number}", number % 2
         if number < 4:
@@ -139,13 +137,12 @@ def dead(folder: Path, tries: int, seed: int) -> Outcome:
         else:
             # torchrun has its own status
             failure = _lost_of_launcher(folder, name, signal.SIGKILL, 1, tiny.start_torchrun, 1)
-        tally.add(f"rank {lost}, try {number}", failure)
-    return tally.outcome()
+        yield f"rank {lost}, try {number}", failure
 
 
-def waiting(folder: Path, tries: int, seed: int) -> Outcome:
+def waiting(folder: Path, tries: int, seed: int) -> Attempts:
     """Send SIGTERM to a rank that waits for a frozen one."""
-    tally, rng = Tally(), random.Random(seed)
+    rng = random.Random(seed)
     for number in range(tries):
         name, lost = f"waiting{number}", number % 2
         run, words = tiny.run_folder(folder, name), settings_of(folder, *ENDLESS, f"run=waiting{number}")
@@ -164,13 +161,11 @@ def waiting(folder: Path, tries: int, seed: int) -> Outcome:
             failure = str(error)
         finally:
             job.kill()
-        tally.add(f"rank {1 - lost} waits", failure)
-    return tally.outcome()
+        yield f"rank {1 - lost} waits", failure
 
 
-def slow(folder: Path, tries: int, seed: int) -> Outcome:
+def slow(folder: Path, tries: int, seed: int) -> Attempts:
     """Stop one of two ranks half of the time: it is named within 60 steps; without stops, no rank is named."""
-    tally = Tally()
     for number in range(tries):
         name, one = f"slow{number}", (None, 1, 0)[number % 3]
         words = settings_of(folder, *tiny.TWO_RANKS, f"run={name}", "trainer.max_steps=110")
@@ -185,8 +180,7 @@ def slow(folder: Path, tries: int, seed: int) -> Outcome:
         slow_ranks = re.findall(r"rank (\d+) is \d+% behind the others over 50 steps", job.ranks[0].output())
         expected = [] if one is None else [str(one)] * 2
         failure = None if slow_ranks == expected and not any(statuses) else f"statuses {statuses}, named {slow_ranks}"
-        tally.add("nobody is slow" if one is None else f"rank {one} is slow", failure)
-    return tally.outcome()
+        yield "nobody is slow" if one is None else f"rank {one} is slow", failure
 
 
 # equality of every task on any number of processes
@@ -258,13 +252,11 @@ def parity(folder: Path, cells: Sequence[tuple[str, str, int]]) -> dict[tuple[st
 CELLS = tuple((task, strategy, world) for task in TASKS for strategy in STRATEGIES for world in WORLDS)
 
 
-def parity_row(folder: Path, tries: int, seed: int) -> Outcome:
+def parity_row(folder: Path, tries: int, seed: int) -> Attempts:
     """All tasks with all strategies and numbers of ranks."""
-    tally = Tally()
     for (task, strategy, world), gap in parity(folder, CELLS[:tries]).items():
         alike = isinstance(gap, float) and gap < TOLERANCE
-        tally.add(f"{task}, {strategy}, {world} ranks", None if alike else f"it differs by {gap}")
-    return tally.outcome()
+        yield f"{task}, {strategy}, {world} ranks", None if alike else f"it differs by {gap}"
 
 
 def table(differences: dict[tuple[str, str, int], float | str]) -> str:

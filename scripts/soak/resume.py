@@ -12,8 +12,7 @@ from pathlib import Path
 import torch
 
 from scripts.soak import tiny
-from scripts.soak.rows import Outcome, Row
-from scripts.soak.tally import Tally
+from scripts.soak.rows import Attempts, Row
 from vsa.checkpoints.run_checkpoint import list_checkpoints, resolve_checkpoint
 from vsa.data.codecs import HaarCodec
 from vsa.data.datamodule import LatentDataModule
@@ -105,8 +104,8 @@ def step_of(run: Path) -> int:
     return resolve_checkpoint("last", run).step if checkpoints else 0
 
 
-def _kill_row(folder: Path, tries: int, seed: int, kinds: Sequence[Sequence[str]]) -> Outcome:
-    tally, rng = Tally(), random.Random(seed)
+def _kill_row(folder: Path, tries: int, seed: int, kinds: Sequence[Sequence[str]]) -> Attempts:
+    rng = random.Random(seed)
     straight: dict[tuple[str, ...], str] = {}
     kills = 0
     for number in range(tries):
@@ -127,12 +126,11 @@ def _kill_row(folder: Path, tries: int, seed: int, kinds: Sequence[Sequence[str]
         failure = finished(folder, [*words, *goes_on])
         if failure is None and tiny.digest_of_run(run) != straight[kind]:
             failure = "it ended with other weights or losses than the run that was not killed"
-        tally.add(f"{' '.join(kind)} killed at {steps}", failure)
-    tally.notes.append(f"{kills} kills landed in a running process")
-    return tally.outcome()
+        yield f"{' '.join(kind)} killed at {steps}", failure
+    return (f"{kills} kills landed in a running process",)
 
 
-def kills(folder: Path, tries: int, seed: int) -> Outcome:
+def kills(folder: Path, tries: int, seed: int) -> Attempts:
     """kill -9 of all ranks at a random moment, once or twice."""
     return _kill_row(folder, tries, seed, KILLED)
 
@@ -142,14 +140,14 @@ def _with_teacher(folder: Path) -> str:
     return f"init_from={tiny.run_folder(folder, 'dense')}"
 
 
-def kills_of_finetunes(folder: Path, tries: int, seed: int) -> Outcome:
+def kills_of_finetunes(folder: Path, tries: int, seed: int) -> Attempts:
     """The same for a finetune from dense weights with an annealed top-k."""
     teacher = _with_teacher(folder)
     kinds = [(*FINETUNE, teacher), (*FINETUNE, teacher, "data.num_workers=1", ACCUMULATED)]
     return _kill_row(folder, tries, seed, kinds)
 
 
-def kills_of_distillations(folder: Path, tries: int, seed: int) -> Outcome:
+def kills_of_distillations(folder: Path, tries: int, seed: int) -> Attempts:
     """The same for a distillation of three networks with five critic steps per generator step."""
     teacher = _with_teacher(folder)
     kinds = [(*DISTILL, teacher), (*DISTILL, teacher, "data.num_workers=2"), (*DISTILL, teacher, *tiny.TWO_RANKS)]
@@ -170,9 +168,9 @@ def annealed_topk(step: int) -> int:
     return 2 + -(-6 * remaining_steps // 20)
 
 
-def annealed(folder: Path, tries: int, seed: int) -> Outcome:
+def annealed(folder: Path, tries: int, seed: int) -> Attempts:
     """Stop a run with a schedule of the top-k: every step has the K of the formula, and the result is bitwise equal."""
-    tally, rng = Tally(), random.Random(seed)
+    rng = random.Random(seed)
     words = settings_of(folder, *ANNEALED, "run=straight")
     assert finished(folder, words) is None
     expected = tiny.digest_of_run(tiny.run_folder(folder, "straight"))
@@ -187,13 +185,12 @@ def annealed(folder: Path, tries: int, seed: int) -> Outcome:
             failure = f"K at steps {wrong}" if wrong or len(topk_by_step) != tiny.STEPS else None
         if failure is None and tiny.digest_of_run(run) != expected:
             failure = "other weights or losses"
-        tally.add(f"cut at {saved}", failure)
-    return tally.outcome()
+        yield f"cut at {saved}", failure
 
 
-def orders(folder: Path, tries: int, seed: int) -> Outcome:
+def orders(folder: Path, tries: int, seed: int) -> Attempts:
     """A resumed loader has the same further samples and noise seeds as an uninterrupted one, for any worker count."""
-    tally, rng = Tally(), random.Random(seed)
+    rng = random.Random(seed)
     root = tiny.write_shards(folder / "shards")
 
     def order(start: int, workers: int) -> list[tuple[int, tuple[str, ...], tuple[int, ...]]]:
@@ -219,13 +216,12 @@ def orders(folder: Path, tries: int, seed: int) -> Outcome:
     for number in range(tries):
         cut, workers = cuts[number % len(cuts)], number % 3
         rest = order(cut, workers)
-        tally.add(f"cut at {cut}, {workers} workers", None if rest == whole[cut:] else f"{rest[:1]}, {whole[cut]}")
-    return tally.outcome()
+        yield f"cut at {cut}, {workers} workers", None if rest == whole[cut:] else f"{rest[:1]}, {whole[cut]}"
 
 
-def workers_changed(folder: Path, tries: int, seed: int) -> Outcome:
+def workers_changed(folder: Path, tries: int, seed: int) -> Attempts:
     """Resume with another number of workers."""
-    tally, rng = Tally(), random.Random(seed)
+    rng = random.Random(seed)
     assert finished(folder, settings_of(folder, "run=straight")) is None
     expected = tiny.digest_of_run(tiny.run_folder(folder, "straight"))
     for number in range(tries):
@@ -236,13 +232,12 @@ def workers_changed(folder: Path, tries: int, seed: int) -> Outcome:
         failure = finished(folder, [*words, f"data.num_workers={after}", "ckpt_path=last"])
         if failure is None and tiny.digest_of_run(run) != expected:
             failure = "other weights or losses"
-        tally.add(f"{before} workers, cut at {saved}, {after} workers", failure)
-    return tally.outcome()
+        yield f"{before} workers, cut at {saved}, {after} workers", failure
 
 
-def ranks_changed(folder: Path, tries: int, seed: int) -> Outcome:
+def ranks_changed(folder: Path, tries: int, seed: int) -> Attempts:
     """Resume on one process after two, and on two after one: the same samples, equal up to the order of sums."""
-    tally, rng = Tally(), random.Random(seed)
+    rng = random.Random(seed)
     # the large eps prevents Adam from amplifying the rounding of gradients near zero to whole steps
     common = ("optim.eps=0.01", "callbacks.checkpoint.every_n_steps=1")
     assert finished(folder, settings_of(folder, *common, "run=straight")) is None
@@ -259,8 +254,7 @@ def ranks_changed(folder: Path, tries: int, seed: int) -> Outcome:
             gap = max(_largest_difference(straight, run), *losses)
             # a different sample in a batch would change the losses by 1e-2
             failure = None if set(rows) == set(others) and gap < 2e-4 else f"they differ by {gap:.1e}"
-        tally.add(f"{len(kinds[0]) // 2 + 1} ranks, cut at {cut}", failure)
-    return tally.outcome()
+        yield f"{len(kinds[0]) // 2 + 1} ranks, cut at {cut}", failure
 
 
 def _largest_difference(one: Path, other: Path) -> float:
@@ -269,9 +263,9 @@ def _largest_difference(one: Path, other: Path) -> float:
     return max((a[name] - b[name]).abs().max().item() for name in a)
 
 
-def few_samples(folder: Path, tries: int, seed: int) -> Outcome:
+def few_samples(folder: Path, tries: int, seed: int) -> Attempts:
     """Train on 1 to 30 samples with more ranks and workers than shards: it works, or ends with one line."""
-    tally, rng = Tally(), random.Random(seed)
+    rng = random.Random(seed)
     for number in range(tries):
         count, workers, batch = rng.choice((1, 2, 3, 5, 7, 30)), rng.randint(0, 3), rng.choice((2, 4, 6))
         root = tiny.write_shards(folder / f"few{number}", count=count, per_shard=rng.choice((1, 30)))
@@ -285,14 +279,13 @@ def few_samples(folder: Path, tries: int, seed: int) -> Outcome:
         # the launcher may end the other rank
         refused = None not in statuses and all(statuses) and len(job.ranks[0].error_lines()) == 1
         failure = None if trained or refused else f"statuses {statuses}: {job.ranks[0].output()[-300:]}"
-        tally.add(f"{count} samples, {workers} workers, batches of {batch}, {len(job.ranks)} ranks", failure)
-    return tally.outcome()
+        yield f"{count} samples, {workers} workers, batches of {batch}, {len(job.ranks)} ranks", failure
 
 
-def memory(folder: Path, tries: int, seed: int) -> Outcome:
+def memory(folder: Path, tries: int, seed: int) -> Attempts:
     """Memory and descriptors do not grow after the first quarter of a run with saves and validation."""
     # the short form has too few steps for a bound on memory, but descriptors are compared in both forms
-    tally, full = Tally(), tries > 1
+    notes, full = list[str](), tries > 1
     steps = 400 if full else 40
     for number in range(tries):
         name, workers = f"long{number}", 2 * (number % 2)
@@ -306,12 +299,12 @@ def memory(folder: Path, tries: int, seed: int) -> Outcome:
         if failure is None:
             (before, opened), (after, open_then) = sizes
             note = f"{workers} workers: {before} to {after} kB ({after / before - 1:+.2%}), {opened} to {open_then} fds"
-            tally.notes.append(note)
+            notes.append(note)
             # allows for files that are currently written
             grew = open_then > opened + 2 or (full and after > 1.01 * before)
             failure = note if grew else None
-        tally.add(f"{steps} steps, {workers} workers", failure)
-    return tally.outcome()
+        yield f"{steps} steps, {workers} workers", failure
+    return tuple(notes)
 
 
 def _size_at(process: tiny.Started, run: Path, step: int) -> tuple[int, int] | None:

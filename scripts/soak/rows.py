@@ -1,8 +1,14 @@
 """Rows of the reliability scorecard: one kind of fault each, which is provoked many times."""
 
-from collections.abc import Callable
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from pathlib import Path
+
+Attempts = Generator[tuple[str, str | None], None, tuple[str, ...] | None]
+"""Tries of a row, one by one: the name of a try, with the values that are needed to repeat it, and its failure, None if
+it had the required behaviour. A row may return notes: further facts, one line each."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -12,14 +18,28 @@ class Outcome:
     Args:
         tried: number of tries.
         survived: number of tries with the required behaviour.
-        failures: one line per failed try, with the values that are needed to repeat it.
-        notes: further facts, one line each.
+        failures: one line per failed try.
+        notes: see `Attempts`.
     """
 
     tried: int
     survived: int
     failures: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+
+
+def counted(attempts: Attempts) -> Outcome:
+    """Make the tries of a row and count them."""
+    tried, failures = 0, []
+    while True:
+        try:
+            name, failure = next(attempts)
+        except StopIteration as end:
+            notes = end.value or ()
+            return Outcome(tried=tried, survived=tried - len(failures), failures=tuple(failures), notes=notes)
+        tried += 1
+        if failure is not None:
+            failures.append(" ".join(f"{name}: {failure}".split())[:600])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,5 +58,5 @@ class Row:
     name: str
     tries: int
     short_tries: int
-    run: Callable[[Path, int, int], Outcome]
+    run: Callable[[Path, int, int], Attempts]
     seconds: float = 900

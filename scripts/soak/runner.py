@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from scripts.soak.rows import Outcome, Row
+from scripts.soak.rows import Outcome, Row, counted
 
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -115,11 +115,7 @@ def _run(row: Row, folder: Path, tries: int, seed: int, pipe: Connection) -> Non
     torch.set_num_threads(1)
     os.chdir(folder)
     try:
-        outcome = row.run(folder, tries, seed)
-        if outcome.tried != outcome.survived and not outcome.failures:
-            outcome = Outcome(
-                tried=outcome.tried, survived=outcome.survived, failures=("unknown failure",), notes=outcome.notes
-            )
+        outcome = counted(row.run(folder, tries, seed))
     except BaseException as error:
         traceback.print_exc()
         place = traceback.extract_tb(error.__traceback__)[-1]

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from scripts.soak.rows import Outcome, Row
+from scripts.soak.rows import Attempts, Row
 from scripts.soak.tiny import STEPS, metrics, run_folder, start, words
 from scripts.soak.tracker_server import TrackerServer
 
@@ -80,15 +80,11 @@ CASES = (
 )
 
 
-def secrets(folder: Path, tries: int, seed: int) -> Outcome:
-    failures = []
+def secrets(folder: Path, tries: int, seed: int) -> Attempts:
     for number, case in enumerate(CASES[:tries]):
         own = folder / f"case-{number}"
         own.mkdir()
-        if reason := _leaks(own, case):
-            failures.append(f"{case.name}: {reason}")
-    tried = min(tries, len(CASES))
-    return Outcome(tried=tried, survived=tried - len(failures), failures=tuple(failures))
+        yield case.name, _leaks(own, case)
 
 
 def _leaks(folder: Path, case: Case) -> str | None:
@@ -127,17 +123,15 @@ def _leaks(folder: Path, case: Case) -> str | None:
 MOODS = ("refuses", "answers", "hangs", "dies")
 
 
-def trackers(folder: Path, tries: int, seed: int) -> Outcome:
-    failures, notes = [], []
+def trackers(folder: Path, tries: int, seed: int) -> Attempts:
+    notes = []
     for mood in MOODS[:tries]:
         own = folder / mood
         own.mkdir()
         began = time.monotonic()
-        if reason := _held_up(own, mood):
-            failures.append(f"{mood}: {reason}")
+        yield mood, _held_up(own, mood)
         notes.append(f"{mood}: {time.monotonic() - began:.0f} s in all")
-    tried = min(tries, len(MOODS))
-    return Outcome(tried=tried, survived=tried - len(failures), failures=tuple(failures), notes=tuple(notes))
+    return tuple(notes)
 
 
 def _held_up(folder: Path, mood: str) -> str | None:

@@ -10,7 +10,6 @@ import signal
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 from multiprocessing.context import ForkProcess
 from pathlib import Path
 
@@ -19,8 +18,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from scripts.soak.checkpoint_runs import damage, is_good, tally
-from scripts.soak.rows import Outcome, Row
+from scripts.soak.checkpoint_runs import damage, is_good
+from scripts.soak.rows import Attempts, Row
 from vsa.checkpoints.retention import prune_checkpoints
 from vsa.checkpoints.run_checkpoint import latest_checkpoint, list_checkpoints, write_checkpoint
 
@@ -85,13 +84,11 @@ def _save_for_ever(folder: Path) -> None:
         dist.barrier()
 
 
-def kills(folder: Path, tries: int, seed: int) -> Outcome:
+def kills(folder: Path, tries: int, seed: int) -> Attempts:
     """kill -9 of one of two ranks that save 12 MB together in a loop, at random moments of a save."""
     draw = random.Random(seed)
     inside = 0
-
-    def attempt(number: int) -> tuple[bool, str]:
-        nonlocal inside
+    for number in range(tries):
         place = folder / str(number)
         place.mkdir()
         ranks = _start(_save_for_ever, place)
@@ -113,10 +110,9 @@ def kills(folder: Path, tries: int, seed: int) -> Outcome:
         write_checkpoint(place, {"model": {"w": torch.ones(2)}}, {"step": step + 1})
         rest = [path.name for path in place.iterdir() if path.name.startswith(".")]
         shutil.rmtree(place)
-        return not broken and not rest, f"kill {number} of rank {lost}: {broken=} {litter=} left={rest!r}"
-
-    outcome = tally(map(attempt, range(tries)))
-    return replace(outcome, notes=(f"{inside} of {tries} left the folder of a save",))
+        good = not broken and not rest
+        yield f"kill {number} of rank {lost}", None if good else f"{broken=} {litter=} left={rest!r}"
+    return (f"{inside} of {tries} left the folder of a save",)
 
 
 FILES = tuple(

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from scripts.soak import tiny
-from scripts.soak.rows import Outcome, Row
-from scripts.soak.tally import Tally
+from scripts.soak.rows import Attempts, Row
 from vsa.checkpoints.run_checkpoint import list_checkpoints, resolve_checkpoint
 from vsa.signals import ENDING
 from vsa.training.watch import LOST_STATUS
@@ -202,9 +201,9 @@ def _straight(folder: Path, moment: Moment) -> Path:
     return run
 
 
-def _row(moments: Sequence[Moment], kinds: Sequence[signal.Signals]) -> Callable[[Path, int, int], Outcome]:
-    def run(folder: Path, tries: int, seed: int) -> Outcome:
-        tally, rng = Tally(), random.Random(seed)
+def _row(moments: Sequence[Moment], kinds: Sequence[signal.Signals]) -> Callable[[Path, int, int], Attempts]:
+    def run(folder: Path, tries: int, seed: int) -> Attempts:
+        rng = random.Random(seed)
         for index in range(tries):
             moment, number = moments[index % len(moments)], kinds[index % len(kinds)]
             settings = [f"run=signal{index}", f"trainer.max_steps={STEPS}"]
@@ -213,8 +212,7 @@ def _row(moments: Sequence[Moment], kinds: Sequence[signal.Signals]) -> Callable
             failure = _wrong(folder, moment, number, words, status, output)
             if failure is None and list_checkpoints(_run_of(words, folder) / "checkpoints"):
                 failure = _goes_on(folder, words, _straight(folder, moment))
-            tally.add(f"{number.name} {moment.name}", failure)
-        return tally.outcome()
+            yield f"{number.name} {moment.name}", failure
 
     return run
 

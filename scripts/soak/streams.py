@@ -9,9 +9,8 @@ from pathlib import Path
 import torch
 from torch.utils.data import DataLoader
 
-from scripts.soak.rows import Outcome, Row
+from scripts.soak.rows import Attempts, Row
 from scripts.soak.shard_server import ShardServer, serve
-from scripts.soak.tally import Tally
 from vsa.data import remote
 from vsa.data.batch import VideoBatch
 from vsa.data.batch_stream import RankSlice
@@ -135,13 +134,11 @@ def _one(root: Path, draw: random.Random) -> str | None:
     return f"neither trained on nor told: {sorted(missing)[:3]}" if missing else None
 
 
-def _faults(folder: Path, tries: int, seed: int) -> Outcome:
+def _faults(folder: Path, tries: int, seed: int) -> Attempts:
     # changes only the process of this row
     remote.PAUSES = (0.0, 0.0, 0.0)
-    tally = Tally()
     for number in range(tries):
-        tally.add(f"try {number}", _one(folder / f"set-{number}", random.Random(f"{seed}/{number}")))
-    return tally.outcome()
+        yield f"try {number}", _one(folder / f"set-{number}", random.Random(f"{seed}/{number}"))
 
 
 ROWS: tuple[Row, ...] = (

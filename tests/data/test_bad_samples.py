@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from scripts.soak import data as soak
+from scripts.soak.rows import counted
 from tests.data.test_datamodule import assert_equal, attach, batches, module
 from vsa.data.bad_samples import BadSampleError, NoGoodSample, read_drop_list, write_drop_list
 from vsa.data.index import INDEX_NAME
@@ -102,11 +103,11 @@ def test_nothing_but_bad_samples_is_one_line(tmp_path: Path, make_dataset, worke
 def test_forged_members_are_told_and_a_reader_that_looks_less_would_be_seen(tmp_path: Path, monkeypatch) -> None:
     rows = {row.name: row for row in soak.ROWS}
     row = rows["forged members with right digests are passed and told"]
-    outcome = row.run(tmp_path / "whole", row.tries, 0)
+    outcome = counted(row.run(tmp_path / "whole", row.tries, 0))
     assert (outcome.tried, outcome.survived, outcome.failures) == (40, 40, ())
     monkeypatch.setattr(LatentReader, "_numbers", lambda self, key, span, name, tensor: tensor.float())
     # values and types go unnoticed, which are the first ones
-    assert row.run(tmp_path / "blind", 16, 0).survived == 0
+    assert counted(row.run(tmp_path / "blind", 16, 0)).survived == 0
 
 
 def test_a_drop_list_leaves_samples_out_and_is_told(spoilt: Path, tmp_path: Path, caplog) -> None:

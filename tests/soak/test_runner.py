@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from scripts.soak.__main__ import choose_rows, rows_by_topic, run
-from scripts.soak.rows import Outcome, Row
+from scripts.soak.rows import Attempts, Row
 from scripts.soak.runner import run_rows
 
 ROWS = [row for rows in rows_by_topic().values() for row in rows]
@@ -50,29 +50,32 @@ def test_every_row_has_a_name_of_its_own():
     assert set(names) >= LONG
 
 
-def good(folder: Path, tries: int, seed: int) -> Outcome:
+def good(folder: Path, tries: int, seed: int) -> Attempts:
     assert os.getcwd() == str(folder)
     # the log alone
     assert [path.name for path in folder.iterdir()] == ["row.log"]
-    return Outcome(tried=tries, survived=tries, notes=(f"seed {seed}",))
+    for number in range(tries):
+        yield f"try {number}", None
+    return (f"seed {seed}",)
 
 
-def loses_one(folder: Path, tries: int, seed: int) -> Outcome:
-    return Outcome(tried=tries, survived=tries - 1, failures=("try 2 | of seed 7",))
+def loses_one(folder: Path, tries: int, seed: int) -> Attempts:
+    for number in range(tries):
+        yield f"try {number} |", "of\nseed 7" if number == 2 else None
 
 
-def raises(folder: Path, tries: int, seed: int) -> Outcome:
+def raises(folder: Path, tries: int, seed: int) -> Attempts:
     raise RuntimeError("of the row")
 
 
-def dies(folder: Path, tries: int, seed: int) -> Outcome:
+def dies(folder: Path, tries: int, seed: int) -> Attempts:
     # what it leaves behind holds what it has open
     if os.fork() == 0:
         time.sleep(600)
     os._exit(5)
 
 
-def hangs(folder: Path, tries: int, seed: int) -> Outcome:
+def hangs(folder: Path, tries: int, seed: int) -> Attempts:
     # a child, an orphan, and one in a session of its own that no signal but SIGKILL ends
     script = "trap '' TERM HUP INT; echo $$ >> ../pids; exec sleep 600"
     subprocess.Popen(["sh", "-c", script])
@@ -104,7 +107,7 @@ def test_what_fails_is_shown_as_failed(tmp_path, capsys):
     ]
     assert report["results"][0]["notes"] == ["seed 7"]
     assert [r["failures"] for r in report["results"][1:]] == [
-        ["try 2 | of seed 7"],
+        ["try 2 |: of seed 7"],
         [f"RuntimeError: of the row (test_runner.py:{raises.__code__.co_firstlineno + 1})"],
         ["the process of the row has status 5"],
     ]
