@@ -152,9 +152,9 @@ def expand_mask(case: Case) -> Tensor:
     return mask
 
 
-def define(case: Case) -> dict[str, Tensor]:
-    """The definition: out, lse, dq, dk, dv of a case by a dense masked softmax in fp64 and autograd."""
-    case = case.to(torch.float64)
+def define(case: Case, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
+    """The definition: out, lse, dq, dk, dv of a case by a dense masked softmax and autograd, exact in fp64."""
+    case = case.to(dtype)
     mask = expand_mask(case).to(case.q.device)
     q, k, v = (x.detach().requires_grad_() for x in (case.q, case.k, case.v))
     group = q.shape[2] // k.shape[2]
@@ -166,7 +166,7 @@ def define(case: Case) -> dict[str, Tensor]:
     p = torch.softmax(logits, -1) * some[..., None]
     out = torch.einsum("bhls,bshd->blhd", p, vh)
     lse = torch.logsumexp(logits, -1).masked_fill(~some, -torch.inf)
-    dq, dk, dv = torch.autograd.grad((out, lse), (q, k, v), (case.dout, case.dlse))
+    dq, dk, dv = torch.autograd.grad((out, lse), (q, k, v), (case.dout, case.dlse.to(lse.dtype)))
     return {"out": out.detach(), "lse": lse.detach(), "dq": dq, "dk": dk, "dv": dv}
 
 

@@ -7,18 +7,29 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 from vsa_kernels import BlockIndex, Blocks, block_sparse_attn, select_topk
 from vsa_kernels.coarse_fine import coarse_fine_attn
+from vsa_kernels.testing import (
+    Case,
+    assert_within_budget,
+    define,
+    expand_mask,
+    index_of,
+    make_case,
+    run,
+    summed_terms,
+)
 
 from scripts.soak import tiny
-from scripts.soak.problems import Problem, block_of_token, computed, dense, difference, gradients, problem
 from scripts.soak.rows import Attempts, Row
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
@@ -29,48 +40,92 @@ def _repeat(seed: int, number: int) -> int:
     return 1_000_003 * seed + number
 
 
+def problem(
+    seed: int,
+    dtype: torch.dtype,
+    *,
+    most: int = 24,
+    dims: Sequence[int] = (8, 16, 24, 64, 80, 128, 256),
+    empty: bool = True,
+) -> Case:
+    """A random case of blocks with at most `most` tokens; with `empty`, lists may be empty."""
+    rng = random.Random(seed)
+    batch, kv_heads, group, head_dim = rng.choice((1, 2)), rng.choice((1, 2)), rng.choice((1, 2, 3)), rng.choice(dims)
+    q_sizes, kv_sizes = ([rng.randint(1, most) for _ in range(rng.randint(1, 5))] for _ in range(2))
+    heads: dict[str, Any] = {"heads": group * kv_heads, "kv_heads": kv_heads, "head_dim": head_dim}
+    case = make_case(q_sizes, kv_sizes, batch=batch, **heads, density=rng.random(), dtype=dtype, seed=seed)
+    if empty:
+        return case
+    listed = case.index.to_dense(len(kv_sizes))
+    listed[..., 0] |= ~listed.any(-1)
+    return with_lists(case, listed)
+
+
+def with_lists(case: Case, listed: Tensor) -> Case:
+    """A case with the lists of a bool block mask `[B, H, Nq, Nkv]`."""
+    return replace(case, index=index_of(listed, None, 0, 0, torch.Generator()))
+
+
+def difference(case: Case, got: dict[str, Tensor]) -> str | None:
+    """The first result of `run` with an error above that of the plain formula in its dtype, or None."""
+    dtype = case.q.dtype
+    exact, plain, terms = define(case), define(case, dtype), summed_terms(case)
+    # the plain formula in fp64 has no error relative to the definition
+    share = 100 * torch.finfo(dtype).eps / torch.finfo(torch.float32).eps if dtype == torch.float64 else 1.0
+    try:
+        for name, x in got.items():
+            assert_within_budget(x, plain[name], exact[name], name, share * terms[name])
+    except AssertionError as error:
+        return str(error)
+    return None
+
+
 def fuzz(folder: Path, tries: int, seed: int) -> Attempts:
     """Random problems on every CPU backend against fp64."""
     for number in range(tries):
         dtype, backend = DTYPES[number % 3], BACKENDS[number // 3 % 2]
-        p = problem(_repeat(seed, number), dtype)
-        failure = difference(p, dtype, computed(p, dtype, backend))
-        yield f"problem {number}, {dtype}, {backend}", failure
+        case = problem(_repeat(seed, number), dtype)
+        yield f"problem {number}, {dtype}, {backend}", difference(case, run(case, backend))
 
 
 def operator(folder: Path, tries: int, seed: int) -> Attempts:
     """The coarse-fine operator with both gates against its formula in fp64."""
     for number in range(tries):
         p = problem(_repeat(seed, number), torch.float64)
-        topk = 1 + number % len(p.kv_sizes)
-        blocks = p.blocks
+        topk = 1 + number % p.kv_blocks.num
         q, k, v = (x.clone().requires_grad_() for x in (p.q, p.k, p.v))
         gates = [torch.rand_like(q).requires_grad_() for _ in range(2)]
-        out = coarse_fine_attn(q, k, v, *gates, **blocks, topk=topk, backend=BACKENDS[number % 2]).out
-        grads = torch.autograd.grad(out, (q, k, v, *gates), p.d_out)
+        out = coarse_fine_attn(q, k, v, *gates, **p.blocks, topk=topk, backend=BACKENDS[number % 2]).out
+        grads = torch.autograd.grad(out, (q, k, v, *gates), p.dout)
         expected_out = _operator(p, q, k, v, gates[0], gates[1], topk)
-        expected_grads = torch.autograd.grad(expected_out, (q, k, v, *gates), p.d_out)
+        expected_grads = torch.autograd.grad(expected_out, (q, k, v, *gates), p.dout)
         gap = max(
             (a - b).abs().max().item() for a, b in zip((out, *grads), (expected_out, *expected_grads), strict=True)
         )
         yield f"problem {number}, top {topk}", None if gap < 1e-10 else f"differs by {gap:.1e}"
 
 
-def _operator(p: Problem, q: Tensor, k: Tensor, v: Tensor, coarse_gate: Tensor, fine_gate: Tensor, topk: int) -> Tensor:
-    """The formula: block means by a loop, top-k by a sort, and dense attention with the resulting mask."""
+def _operator(p: Case, q: Tensor, k: Tensor, v: Tensor, coarse_gate: Tensor, fine_gate: Tensor, topk: int) -> Tensor:
+    """The formula: block means by a loop, top-k by a sort, and torch's attention with the resulting mask."""
     group = q.shape[2] // k.shape[2]
+    q_sizes, kv_sizes = p.q_blocks.sizes.long(), p.kv_blocks.sizes.long()
     means = [
-        torch.stack([part.mean(1) for part in x.split(sizes, dim=1)], dim=1)
-        for x, sizes in ((q, p.q_sizes), (k, p.kv_sizes), (v, p.kv_sizes))
+        torch.stack([part.mean(1) for part in x.split(sizes.tolist(), dim=1)], dim=1)
+        for x, sizes in ((q, q_sizes), (k, kv_sizes), (v, kv_sizes))
     ]
     qm, km, vm = means[0], *(x.repeat_interleave(group, dim=2) for x in means[1:])
-    scores = torch.einsum("bnhd,bmhd->bhnm", qm, km) * p.scale
+    scores = torch.einsum("bnhd,bmhd->bhnm", qm, km) * q.shape[-1] ** -0.5
     mask = torch.zeros_like(scores, dtype=torch.bool)
     mask.scatter_(-1, scores.sort(stable=True, dim=-1, descending=True).indices[..., :topk], True)
-    q_block, kv_block = block_of_token(p.q_sizes), block_of_token(p.kv_sizes)
-    fine, _ = dense(q, k, v, mask[:, :, q_block][..., kv_block], p.scale)
+    q_block, kv_block = (torch.arange(len(sizes)).repeat_interleave(sizes) for sizes in (q_sizes, kv_sizes))
+    fine = _dense(q, k, v, mask[:, :, q_block][..., kv_block])
     coarse = torch.einsum("bhnm,bmhd->bnhd", scores.softmax(-1), vm)[:, q_block]
     return coarse_gate * coarse + fine_gate * fine
+
+
+def _dense(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True).transpose(1, 2)
 
 
 def topk(folder: Path, tries: int, seed: int) -> Attempts:
@@ -102,30 +157,22 @@ def everything(folder: Path, tries: int, seed: int) -> Attempts:
     """Attention to all blocks in fp64 equals SDPA of torch."""
     for number in range(tries):
         p = problem(_repeat(seed, number), torch.float64)
-        every = tuple(range(len(p.kv_sizes)))
-        whole = tuple(tuple(tuple(every for _ in p.q_sizes) for _ in head) for head in p.lists)
-        actual = computed(replace(p, lists=whole), torch.float64, BACKENDS[number % 2])
-
-        def sdpa(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-            q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-            out = torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
-            return out.transpose(1, 2), out
-
-        expected = gradients(sdpa, p.q, p.k, p.v, p.d_out)
-        gap = max((actual[name] - expected[name]).abs().max().item() for name in ("out", "dq", "dk", "dv"))
+        whole = with_lists(p, torch.ones_like(p.index.to_dense(p.kv_blocks.num)))
+        actual = run(replace(whole, dlse=torch.zeros_like(p.dlse)), BACKENDS[number % 2])
+        leaves = tuple(x.clone().requires_grad_() for x in (p.q, p.k, p.v))
+        out = _dense(*leaves)
+        expected = (out, *torch.autograd.grad(out, leaves, p.dout))
+        names = ("out", "dq", "dk", "dv")
+        gap = max((actual[name] - x).abs().max().item() for name, x in zip(names, expected, strict=True))
         yield f"problem {number}", None if gap < 1e-11 else f"differs by {gap:.1e}"
 
 
 def gradcheck(folder: Path, tries: int, seed: int) -> Attempts:
     """fp64 gradients through out and lse against finite differences."""
     for number in range(tries):
-        p = problem(_repeat(seed, number), torch.float64, most=3, dims=(2, 3), least=1)
-        index, blocks = p.index(), p.blocks
+        p = problem(_repeat(seed, number), torch.float64, most=3, dims=(2, 3), empty=False)
+        sparse = partial(block_sparse_attn, index=p.index, **p.blocks, backend=BACKENDS[number % 2])
         inputs = tuple(x.clone().requires_grad_() for x in (p.q, p.k, p.v))
-
-        def sparse(q: Tensor, k: Tensor, v: Tensor, index=index, blocks=blocks, number=number) -> tuple[Tensor, Tensor]:
-            return block_sparse_attn(q, k, v, index, **blocks, backend=BACKENDS[number % 2])
-
         right = torch.autograd.gradcheck(sparse, inputs, fast_mode=True, raise_exception=False)
         yield f"problem {number}", None if right else "gradients and differences disagree"
 
@@ -134,17 +181,17 @@ def indices(folder: Path, tries: int, seed: int) -> Attempts:
     """Queries with empty lists, and lists with block indices out of range."""
     for number in range(tries):
         p = problem(_repeat(seed, number), torch.float32)
+        num = p.kv_blocks.num
         if number % 3:
-            empty = tuple(tuple(tuple(() for _ in p.q_sizes) for _ in head) for head in p.lists)
-            results = computed(replace(p, lists=empty), torch.float32, BACKENDS[number % 2])
+            results = run(with_lists(p, torch.zeros_like(p.index.to_dense(num))), BACKENDS[number % 2])
             wrong = [name for name in ("out", "dq", "dk", "dv") if results[name].any()]
             wrong += [] if bool((results["lse"] == -torch.inf).all()) else ["lse"]
             yield f"problem {number}, empty", f"{wrong} not 0" if wrong else None
             continue
-        bad = (-1, len(p.kv_sizes), 2**30)[number // 3 % 3]
+        bad = (-1, num, 2**30)[number // 3 % 3]
         broken = BlockIndex(
-            kv_indices=torch.full((1, 1, len(p.q_sizes), 1), bad, dtype=torch.int32),
-            kv_num_blocks=torch.ones(1, 1, len(p.q_sizes), dtype=torch.int32),
+            kv_indices=torch.full((1, 1, p.q_blocks.num, 1), bad, dtype=torch.int32),
+            kv_num_blocks=torch.ones(1, 1, p.q_blocks.num, dtype=torch.int32),
         )
         try:
             block_sparse_attn(p.q, p.k, p.v, broken, **p.blocks, check_values=True)
@@ -157,20 +204,19 @@ def indices(folder: Path, tries: int, seed: int) -> Attempts:
 def extremes(folder: Path, tries: int, seed: int) -> Attempts:
     """NaN or Inf in one key affects only the queries that attend to it; logits of 1e4 and more give finite results."""
     for number in range(tries):
-        p = problem(_repeat(seed, number), torch.float32, least=1)
-        backend, mask = BACKENDS[number % 2], p.mask()
+        p = problem(_repeat(seed, number), torch.float32, empty=False)
+        backend = BACKENDS[number % 2]
         if number % 3 == 2:
-            large = replace(p, q=p.q * 1e3, k=p.k * 1e3)
-            results = computed(large, torch.float32, backend)
+            results = run(replace(p, q=p.q * 1e3, k=p.k * 1e3), backend)
             failure = None if all(bool(x.isfinite().all()) for x in results.values()) else "not finite"
             yield f"problem {number}, large logits", failure
             continue
-        q, k, v = (x.float() for x in (p.q, p.k, p.v))
+        q, k = p.q, p.k.clone()
         token, head, value = number % k.shape[1], number % k.shape[2], (torch.nan, torch.inf)[number % 2]
         k[0, token, head, 0] = value
-        out, _ = block_sparse_attn(q, k, v, p.index(), **p.blocks, backend=backend)
+        out, _ = block_sparse_attn(q, k, p.v, p.index, **p.blocks, backend=backend)
         group = q.shape[2] // k.shape[2]
-        sees = mask[..., token].clone()
+        sees = expand_mask(p)[..., token]
         sees[1:] = False
         sees[:, [h for h in range(q.shape[2]) if h // group != head]] = False
         reached = ~out.isfinite().all(-1).transpose(1, 2)
@@ -181,11 +227,10 @@ def extremes(folder: Path, tries: int, seed: int) -> Attempts:
 
 def repeats(folder: Path, tries: int, seed: int) -> Attempts:
     """Repeated calls are bitwise equal."""
-    first = {}
+    first: dict[int, dict[str, Tensor]] = {}
     for number in range(tries):
         kind = number % 5
-        p = problem(_repeat(seed, kind), torch.float32, most=60)
-        actual = computed(p, torch.float32, BACKENDS[kind % 2])
+        actual = run(problem(_repeat(seed, kind), torch.float32, most=60), BACKENDS[kind % 2])
         expected = first.setdefault(kind, actual)
         same = all(torch.equal(actual[name], expected[name]) for name in actual)
         yield f"problem {kind}, repeat {number // 5}", None if same else "other bits"
@@ -220,34 +265,28 @@ def layouts(folder: Path, tries: int, seed: int) -> Attempts:
     for number in range(tries):
         name, backend = names[number % len(names)], BACKENDS[number // len(names) % 2]
         p = problem(_repeat(seed, number), torch.float32)
-        q, k, v, d_out = (x.float() for x in (p.q, p.k, p.v, p.d_out))
-        index = p.index()
-        blocks: dict[str, Any] = p.blocks
-        laid = LAYOUTS.get(name, lambda x: x)
+        first = BlockIndex(kv_indices=p.index.kv_indices[:1], kv_num_blocks=p.index.kv_num_blocks[:1])
         if name == "expanded":
             # one clip expanded over the batch, and a gradient with zero strides
-            q, k, v = (x[:1].expand(2, -1, -1, -1) for x in (q, k, v))
-            d_out = torch.ones(()).expand(q.shape)
-            index = BlockIndex(kv_indices=index.kv_indices[:1], kv_num_blocks=index.kv_num_blocks[:1])
+            q, k, v, dlse = (x[:1].expand(2, *x.shape[1:]) for x in (p.q, p.k, p.v, p.dlse))
+            p = replace(p, q=q, k=k, v=v, dlse=dlse, dout=torch.ones(()).expand(q.shape), index=first)
         elif name == "no batch":
-            q, k, v, d_out = (x[:0] for x in (q, k, v, d_out))
-            index = BlockIndex(kv_indices=index.kv_indices[:1], kv_num_blocks=index.kv_num_blocks[:1])
+            q, k, v, dout, dlse = (x[:0] for x in (p.q, p.k, p.v, p.dout, p.dlse))
+            p = replace(p, q=q, k=k, v=v, dout=dout, dlse=dlse, index=first)
         elif name == "one token":
-            q, k, v, d_out = (x[:, :1] for x in (q, k, v, d_out))
+            q, k, v, dout = (x[:, :1] for x in (p.q, p.k, p.v, p.dout))
             one = Blocks.from_sizes([1])
-            blocks = {"q_blocks": one, "kv_blocks": one}
             ones = torch.zeros(1, 1, 1, 1, dtype=torch.int32)
             index = BlockIndex(kv_indices=ones, kv_num_blocks=ones[..., 0] + 1)
-
-        def sparse(
-            q: Tensor, k: Tensor, v: Tensor, index=index, blocks=blocks, backend=backend
-        ) -> tuple[Tensor, Tensor]:
-            return block_sparse_attn(q, k, v, index, **blocks, backend=backend)
-
-        actual = gradients(sparse, *(laid(x) for x in (q, k, v, d_out)))
-        expected = gradients(sparse, *(x.contiguous() for x in (q, k, v, d_out)))
+            p = Case(q=q, k=k, v=v, dout=dout, dlse=p.dlse[..., :1], index=index, q_blocks=one, kv_blocks=one)
+        laid = LAYOUTS.get(name, lambda x: x)
+        actual, expected = (
+            run(replace(p, q=to(p.q), k=to(p.k), v=to(p.v), dout=to(p.dout)), backend)
+            for to in (laid, Tensor.contiguous)
+        )
         wrong = [part for part in actual if not torch.equal(actual[part], expected[part])]
-        if name == "one token" and not torch.equal(actual["out"], v.repeat_interleave(q.shape[2] // v.shape[2], dim=2)):
+        group = p.q.shape[2] // p.k.shape[2]
+        if name == "one token" and not torch.equal(actual["out"], p.v.repeat_interleave(group, dim=2)):
             wrong.append("not its own value")
         yield f"problem {number}, {name}, {backend}", f"{wrong} differ" if wrong else None
 
@@ -255,9 +294,8 @@ def layouts(folder: Path, tries: int, seed: int) -> Attempts:
 def interpreted(tries: int, seed: int) -> Attempts:
     """Run small problems on the Triton kernels; TRITON_INTERPRET=1 must be set at the start of the process."""
     for number in range(tries):
-        p = problem(_repeat(seed, number), torch.float32, most=12, dims=(16, 24, 32))
-        failure = difference(p, torch.float32, computed(p, torch.float32, "triton"))
-        yield f"problem {number}, triton", failure
+        case = problem(_repeat(seed, number), torch.float32, most=12, dims=(16, 24, 32))
+        yield f"problem {number}, triton", difference(case, run(case, "triton"))
 
 
 def triton(folder: Path, tries: int, seed: int) -> Attempts:

@@ -8,39 +8,39 @@ from dataclasses import replace
 import pytest
 import torch
 from vsa_kernels import block_sparse_attn
+from vsa_kernels.testing import define, make_case, run
 
 from scripts.soak.gpu_kernels import long_views
-from scripts.soak.kernels import BACKENDS, LAYOUTS
-from scripts.soak.problems import computed, dense, difference, problem
+from scripts.soak.kernels import BACKENDS, LAYOUTS, difference, problem, with_lists
 
 
 def test_the_plain_formula_on_numbers_worked_out_by_hand():
     # weights 1/4 and 3/4 of values 4 and 8; the second query sees the second key, the third none
     q = torch.tensor([1.0, 5.0, 2.0], dtype=torch.float64).view(1, 3, 1, 1)
     k, v = (torch.tensor(x, dtype=torch.float64).view(1, 2, 1, 1) for x in ([0.0, math.log(3)], [4.0, 8.0]))
-    mask = torch.tensor([[True, True], [False, True], [False, False]])[None, None]
-    out, lse = dense(q, k, v, mask, 1.0)
-    torch.testing.assert_close(out.flatten(), torch.tensor([7.0, 8.0, 0.0], dtype=torch.float64))
+    case = make_case([1, 1, 1], [1, 1], head_dim=1, dtype=torch.float64)
+    lists = torch.tensor([[True, True], [False, True], [False, False]])[None, None]
+    results = define(with_lists(replace(case, q=q, k=k, v=v, scale=1.0), lists))
+    torch.testing.assert_close(results["out"].flatten(), torch.tensor([7.0, 8.0, 0.0], dtype=torch.float64))
     expected = torch.tensor([math.log(4), 5 * math.log(3), -math.inf], dtype=torch.float64)
-    torch.testing.assert_close(lse.flatten(), expected)
+    torch.testing.assert_close(results["lse"].flatten(), expected)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_wrong_results_are_noticed(dtype, backend):
-    p = problem(7, dtype, least=2)
-    right = computed(p, dtype, backend)
-    assert difference(p, dtype, right) is None
+    p = problem(7, dtype, empty=False)
+    right = run(p, backend)
+    assert difference(p, right) is None
     # one block of one row is forgotten
-    lists = [[list(head) for head in b] for b in p.lists]
-    lists[0][0][0] = lists[0][0][0][1:]
-    fewer = replace(p, lists=tuple(tuple(tuple(head) for head in b) for b in lists))
-    assert difference(p, dtype, computed(fewer, dtype, backend)) is not None
+    listed = p.index.to_dense(p.kv_blocks.num)
+    listed[0, 0, 0, listed[0, 0, 0].nonzero()[0]] = False
+    assert difference(p, run(with_lists(p, listed), backend)) is not None
     for name in right:
-        assert name in (difference(p, dtype, {**right, name: right[name] * 1.2}) or "")
+        assert name in (difference(p, {**right, name: right[name] * 1.2}) or "")
     nan = right["dk"].clone()
     nan[0, 0, 0, 0] = torch.nan
-    assert difference(p, dtype, {**right, "dk": nan}) is not None
+    assert difference(p, {**right, "dk": nan}) is not None
 
 
 def test_every_layout_holds_the_same_values_elsewhere():
