@@ -124,3 +124,11 @@ def test_settings_are_listed_without_torch(words):
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert "pretrain" in result.stdout
     assert result.stdout.endswith("False\n")
+
+
+def test_letters_that_a_stream_cannot_encode_are_written_out():
+    script = "import vsa.streams as s; s.make_steady(); print('\\xfc \\ud83d')"
+    for encoding, expected in (("ascii", "\\xfc \\ud83d\n"), ("utf-8", "\xfc \\ud83d\n")):
+        environment = {**os.environ, "PYTHONIOENCODING": encoding, "PYTHONPATH": str(ROOT)}
+        output = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, check=True).stdout
+        assert output.decode("utf-8") == expected

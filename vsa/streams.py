@@ -50,10 +50,10 @@ def make_steady() -> None:
         if stream is not getattr(sys, f"__{name}__"):
             continue
         # Python has no stream for a descriptor that was closed at its start
-        encoding, errors = (stream.encoding, stream.errors) if stream else ("utf-8", "backslashreplace")
+        encoding = stream.encoding if stream else "utf-8"
         at_once = number == 2 or os.isatty(number) or (stream is not None and stream.write_through)
         buffer = io.BufferedWriter(_Steady(number, "w", closefd=False))
-        steady = _Visible(buffer, encoding, errors, line_buffering=at_once)
+        steady = _Visible(buffer, encoding, "backslashreplace", line_buffering=at_once)
         setattr(sys, name, steady)
         setattr(sys, f"__{name}__", steady)
 

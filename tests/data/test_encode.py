@@ -174,7 +174,7 @@ def test_caption_file_formats(tmp_path: Path, suffix: str) -> None:
     ("text", "message"),
     [
         ('{"video": "gone.mp4", "captions": ["x"]}', r"captions\.jsonl names a missing video: .*gone\.mp4"),
-        ('{"video": "a.mp4", "captions": ["x"]', r"captions\.jsonl, line 1: not JSON"),
+        ('{"video": "a.mp4", "captions": ["x"]', r"captions\.jsonl, line 1 does not parse"),
         ('{"video": "a.mp4"}', r"line 1: captions of a\.mp4 must be"),
         ('{"video": "a.mp4", "captions": [3]}', r"line 1: captions of a\.mp4 must be"),
         ('\n["a.mp4"]', r"line 2: expected"),
@@ -213,7 +213,7 @@ def spoilt(tmp_path: Path) -> Path:
 def test_every_problem_is_told_at_once_and_left_out_by_name(spoilt: Path, tmp_path: Path) -> None:
     expected = {
         "captions.jsonl, line 1": "names a missing video",
-        "captions.jsonl, line 2": "not JSON",
+        "captions.jsonl, line 2": "does not parse",
         "empty.mp4": "has no caption",
         "latin.mp4": "latin.txt is not text in UTF-8",
         "one.mp4": "has 1 frame, expected at least 4",

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import codecs
 import json
+import os
 import re
+import sys
 import unicodedata
 from collections.abc import Callable
 from fractions import Fraction
@@ -86,6 +88,10 @@ def check_exif(folder: Path) -> None:
             video = seen(path)
             others = [far(video[0], other(corners())) for k, other in UPRIGHT.items() if k != code]
             assert far(video[0], upright(corners())) < 6 < min(others)
+    # viewers ignore EXIF that is damaged
+    for suffix in ("jpg", "png", "webp"):
+        Image.fromarray(corners()).save(folder / f"damaged.{suffix}", exif=b"Exif\0\0garbage of a camera", quality=95)
+        assert far(seen(folder / f"damaged.{suffix}")[0], corners()) < 6
 
 
 @row("orientation of videos")
@@ -450,6 +456,15 @@ def check_names(folder: Path) -> None:
         f"deep/{nfd}-3.png": ["number 3"],
     }
 
+    if sys.platform == "linux":
+        # a name of an old system is told, and takes no other file with it
+        os.rename(folder / "v" / "deep" / "a.png", os.fsencode(folder / "v" / "deep") + b"/\xff.png")
+        (folder / "v" / "captions.jsonl").unlink()
+        for path in (folder / "v" / "deep").glob("*.png"):
+            path.with_suffix(".txt").write_text("a picture")
+        with pytest.raises(ValueError, match=r"\.png is not UTF-8: rename it"):
+            encode(folder / "v")
+
 
 @row("encodings of text")
 def check_encodings(folder: Path) -> None:
@@ -498,6 +513,25 @@ def check_captions(folder: Path) -> None:
     (videos / "captions.csv").write_text("name,text\nc.png,one\n")
     ((_, problem),) = read_captions(videos, None, []).unusable
     assert "captions.csv, row 1: expected" in problem
+    # nothing of a caption may be lost at a comma that stands in no quotes, and an old Mac ends lines by CR
+    (videos / "captions.csv").write_bytes(b"video,caption\rc.png,one, two\rb.png,three\r")
+    found = read_captions(videos, None, [videos / "b.png"])
+    assert found.of == {videos / "b.png": ["three"]}
+    assert [place for place, reason in found.unusable if "quotes around a caption" in reason] == ["captions.csv, row 1"]
+    # one entry that is damaged leaves the others alone
+    (videos / "captions.csv").unlink()
+    damaged = [f'{{"video": "{"x" * 5000}", "caption": "x"}}', '{"video": "c.png", "caption": "x", "caption": "y"}']
+    damaged += ["[" * 100_000, '{"video": "c.png", "caption": "one", "film": "\\ud83d"}']
+    (videos / "captions.jsonl").write_text("\n".join(damaged))
+    found = read_captions(videos, None, [videos / "c.png"])
+    assert found.of == {videos / "c.png": ["one"]}
+    assert [place for place, _ in found.unusable] == [f"captions.jsonl, line {i}" for i in (1, 2, 3)]
+    assert found.fields == {}
+    (folder / "p.JSONL").write_text('{"prompt": "a"}')
+    assert read_prompts(folder / "p.JSONL") == ["a"]
+    (folder / "p.JSONL").write_text("[" * 100_000)
+    with pytest.raises(ValueError, match=r"p\.JSONL, line 1"):
+        read_prompts(folder / "p.JSONL")
 
 
 @row("characters")

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import csv
-import io
-import json
+import os
 import re
 import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from vsa.data.prompts import lines_of, tidy
-from vsa.files import CSV_LIMIT, read_text
+from vsa.files import CSV_LIMIT, parse_json, read_text
 
 CAPTION_FILES = ("captions.jsonl", "captions.json", "captions.csv", "captions.txt")
 
@@ -98,14 +97,15 @@ def spelt(folder: Path, name: str) -> Path | None:
     """The file of a name in a folder, as it stands or as another system spells it; None if there is none."""
     names = (name, name.replace("\\", "/"))
     forms = (*names, *(unicodedata.normalize(form, names[1]) for form in ("NFC", "NFD")))
-    return next((folder / form for form in forms if (folder / form).is_file()), None)
+    # unlike `Path.is_file` no error of a name that is too long
+    return next((folder / form for form in forms if os.path.isfile(folder / form)), None)
 
 
 def _entries(caption_file: Path) -> Iterator[tuple[str, Any]]:
     """(place, entry) for every entry of a caption file: a line of text, or an element of a `.json` file."""
-    text, suffix = _read(caption_file), caption_file.suffix.lower()
+    lines, suffix = lines_of(_read(caption_file)), caption_file.suffix.lower()
     if suffix == ".json":
-        content = _json(text, f"caption file {caption_file}")
+        content = parse_json("\n".join(lines), f"caption file {caption_file}", object)
         if isinstance(content, dict):
             content = [{"video": name, "captions": captions} for name, captions in content.items()]
         if not isinstance(content, list):
@@ -113,14 +113,14 @@ def _entries(caption_file: Path) -> Iterator[tuple[str, Any]]:
         yield from ((f"entry {i + 1}", entry) for i, entry in enumerate(content))
     elif suffix == ".csv":
         # Excel separates by semicolons where numbers have a decimal comma
-        separator = max(",;\t", key=text.partition("\n")[0].count)
+        separator = max(",;\t", key=lines[0].count)
         try:
-            for i, entry in enumerate(csv.DictReader(io.StringIO(text), delimiter=separator)):
+            for i, entry in enumerate(csv.DictReader([f"{line}\n" for line in lines], delimiter=separator)):
                 yield f"row {i + 1}", {name and name.strip().lower(): value for name, value in entry.items()}
         except csv.Error as error:
             raise ValueError(f"caption file {caption_file} is no table: {error}") from None
     elif suffix in (".jsonl", ".txt"):
-        yield from ((f"line {i + 1}", line) for i, line in enumerate(lines_of(text)) if line.strip())
+        yield from ((f"line {i + 1}", line) for i, line in enumerate(lines) if line.strip())
     else:
         raise ValueError(f"caption file {caption_file} must end in .jsonl, .json, .csv or .txt")
 
@@ -133,7 +133,11 @@ def _parse(entry: Any, caption_file: Path, place: str) -> tuple[str, list[str], 
             raise ValueError(f"{place}: expected name, tab, caption")
         return name.strip(), [tidy(caption)], {}
     if caption_file.suffix.lower() == ".jsonl":
-        entry = _json(entry, place)
+        entry = parse_json(entry, place, object)
+    if caption_file.suffix.lower() == ".csv" and (None in entry or "video" not in entry):
+        raise ValueError(
+            f"{place}: expected columns video and caption, with quotes around a caption that has separators"
+        )
     if not isinstance(entry, dict) or not isinstance(entry.get("video"), str):
         raise ValueError(f'{place}: expected {{"video": "name", "captions": ["...", ...]}}')
     captions = entry.get("captions", entry.get("caption"))
@@ -141,7 +145,8 @@ def _parse(entry: Any, caption_file: Path, place: str) -> tuple[str, list[str], 
     if not isinstance(captions, list) or not captions or not all(isinstance(c, str) for c in captions):
         raise ValueError(f"{place}: captions of {entry['video']} must be one string or a list of strings")
     own = ("video", "caption", "captions")
-    fields = {k: str(v) for k, v in entry.items() if k not in own and type(v) in (str, int) and str(v)}
+    fields = {tidy(k): tidy(str(v)) for k, v in entry.items() if k not in own and type(v) in (str, int)}
+    fields = {k: text for k, text in fields.items() if k and text}
     return entry["video"], [words for words in map(tidy, captions) if words], fields
 
 
@@ -150,12 +155,3 @@ def _read(path: Path) -> str:
         return read_text(path, limit=CSV_LIMIT)
     except OSError as error:
         raise ValueError(f"cannot read caption file {path}: {error}") from error
-
-
-def _json(text: str, place: str) -> Any:
-    try:
-        return json.loads(text)
-    except RecursionError:
-        raise ValueError(f"{place}: nested too deep") from None
-    except ValueError as error:
-        raise ValueError(f"{place}: not JSON ({error})") from error

@@ -154,6 +154,9 @@ def encode_folder(
         bad = {i: all_captions.missing[path] for i, path in enumerate(files) if path in all_captions.missing}
         for i in track(pending, description="looking at files", transient=True, disable=not progress):
             try:
+                # records and pages are in UTF-8
+                if names[i] != names[i].encode(errors="replace").decode():
+                    raise ValueError(f"the name of video {files[i]} is not UTF-8: rename it")
                 rules.probe(files[i], codec, decoder)
             except ValueError as error:
                 bad.setdefault(i, str(error))

@@ -5,6 +5,7 @@ H W rows and columns.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import io
 from collections.abc import Callable
@@ -53,8 +54,10 @@ class View(NamedTuple):
     @staticmethod
     def of_picture(image: Image.Image) -> View:
         """The orientation of an image file (EXIF, 1 to 8)."""
-        # Pillow turns a TIFF itself
-        code = 1 if image.format == "TIFF" else image.getexif().get(0x0112, 1)
+        code = 1
+        # Pillow turns a TIFF itself; damaged EXIF is ignored, as viewers do
+        with contextlib.suppress(SyntaxError, ValueError, OSError):
+            code = 1 if image.format == "TIFF" else image.getexif().get(0x0112, 1)
         return View(1.0, code in (5, 6, 7, 8), code in (3, 4, 7, 8), code in (2, 3, 6, 7))
 
     @staticmethod

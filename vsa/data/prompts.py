@@ -34,7 +34,7 @@ def read_prompts(path: Path) -> list[str]:
     Secrets are masked, because prompts become file names.
     """
     lines = [line.strip() for line in lines_of(read_text(path))]
-    if path.suffix != ".jsonl":
+    if path.suffix.lower() != ".jsonl":
         prompts = [words for words in map(tidy, lines) if words]
     else:
         prompts = []
@@ -43,7 +43,7 @@ def read_prompts(path: Path) -> list[str]:
                 continue
             try:
                 prompt = json.loads(line)["prompt"]
-            except (ValueError, KeyError, TypeError):
+            except (ValueError, KeyError, TypeError, RecursionError):
                 prompt = None
             if not isinstance(prompt, str) or not tidy(prompt):
                 raise ValueError(f'prompt file {path}, line {number}: expected {{"prompt": "..."}}')
