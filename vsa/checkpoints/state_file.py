@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from vsa.data.index_values import channel_statistics
-from vsa.files import parse_json, read_bytes
+from vsa.files import check_kind, parse_json, read_bytes
+from vsa.settings import Count, NonNegative
 
 SCHEMA, SHARDED_SCHEMA = 2, 3
 """Written schema, with one or several files per group of tensors. Schema 1 can be read as well; it has no digest of
@@ -22,8 +22,16 @@ _FILE = "state.json"
 _SEALED = re.compile(rb'(.*),\n "digest": "([0-9a-f]{64})"\n}', re.DOTALL)
 _FOLDER = re.compile(r"step-(\d{8,})")
 _TENSORS = re.compile(r"(\w+)(?:-\d{5}-of-(\d{5}))?\.safetensors")
-_GROUPS = ("task", "model", "attention", "sparsity", "data", "optim", "trainer")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
+_KIND = {
+    "step": Count,
+    "files": {str: str},
+    "config?": dict.fromkeys(("task?", "model?", "attention?", "sparsity?", "data?", "optim?", "trainer?"), dict),
+    **dict.fromkeys(("seed?", "skipped_steps?", "skipped_in_row?"), Count),
+    "flops_total?": NonNegative,
+    "without_gradient?": {str: list},
+    "allowed_changes?": list,
+}
 
 
 def file_names(group: str, count: int) -> list[str]:
@@ -72,12 +80,7 @@ def read_state(folder: Path) -> dict[str, Any]:
         raise ValueError(f"checkpoint {folder} has schema {one_line(schema)}, this version reads {readable}")
     if schema > 1 and not sealed:
         raise ValueError(f"checkpoint {folder} is damaged: {_FILE} has lost its digest")
-    for name, (fits, expected) in _expected(folder, state).items():
-        if name not in state:
-            raise ValueError(f"checkpoint {folder} is damaged: {_FILE} lacks {name}")
-        if not fits(state[name]):
-            value = one_line(state[name])
-            raise ValueError(f"checkpoint {folder} is damaged: {_FILE} has {name}={value}, expected {expected}")
+    _check_values(folder, state)
     if "latent_mean" in state or "latent_std" in state:
         channel_statistics(state, f"checkpoint {folder} is damaged: {_FILE} has ")
     state.pop("digest", None)
@@ -91,54 +94,24 @@ def one_line(value: Any) -> str:
     return text if len(text) <= 120 else f"{text[:117]}..."
 
 
-def _expected(folder: Path, state: Mapping[str, Any]) -> dict[str, tuple[Callable[[Any], bool], str]]:
-    """Checks of the values, with a description of the expected value, by name."""
+def _check_values(folder: Path, state: Mapping[str, Any]) -> None:
+    damaged = f"checkpoint {folder} is damaged: {_FILE}"
+    check_kind(state, _KIND, damaged)
+    # a copied checkpoint may have another folder name
     match = _FOLDER.fullmatch(folder.name)
-    steps = state.get("step") if _is_count(state.get("step")) else math.inf
-    skipped = state.get("skipped_steps") if _is_count(state.get("skipped_steps")) else math.inf
-    always: dict[str, tuple[Callable[[Any], bool], str]] = {
-        "step": (
-            # a copied checkpoint may have another folder name
-            lambda step: _is_count(step) and (match is None or int(match[1]) == step),
-            f"{int(match[1])} as in the folder's name" if match else "a number of steps",
-        ),
-        "files": (_are_files, "SHA-256 by file name"),
-    }
-    others: dict[str, tuple[Callable[[Any], bool], str]] = {
-        "config": (_are_settings, "settings"),
-        "seed": (_is_count, "an integer"),
-        "skipped_steps": (lambda count: _is_count(count) and count <= steps, f"at most the {steps} steps"),
-        "skipped_in_row": (lambda count: _is_count(count) and count <= skipped, f"at most the {skipped} skipped steps"),
-        "flops_total": (lambda flops: _is_number(flops) and flops >= 0, "a number of at least 0"),
-        "without_gradient": (_are_names, "names of parameters by group"),
-        "allowed_changes": (lambda changes: isinstance(changes, list), "a list"),
-    }
-    return always | {name: others[name] for name in others if name in state}
+    named = int(match[1]) if match else state["step"]
+    skipped = state.get("skipped_steps", state["step"])
+    for name, fits, expected in (
+        ("step", state["step"] == named, f"{named} as in the folder's name"),
+        ("skipped_steps", skipped <= state["step"], f"at most the {state['step']} steps"),
+        ("skipped_in_row", state.get("skipped_in_row", 0) <= skipped, f"at most the {skipped} skipped steps"),
+        ("files", _are_files(state["files"]), "SHA-256 by file name"),
+    ):
+        if not fits:
+            raise ValueError(f"{damaged} has {name}={one_line(state[name])}, expected {expected}")
 
 
-def _is_count(value: Any) -> bool:
-    return type(value) is int and value >= 0
-
-
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and math.isfinite(value)
-
-
-def _are_settings(config: Any) -> bool:
-    return isinstance(config, dict) and all(isinstance(config.get(group, {}), dict) for group in _GROUPS)
-
-
-def _are_names(groups: Any) -> bool:
-    return isinstance(groups, dict) and all(isinstance(names, list) for names in groups.values())
-
-
-def _are_files(files: Any) -> bool:
-    return (
-        isinstance(files, dict)
-        and all(
-            _TENSORS.fullmatch(name) and isinstance(digest, str) and _DIGEST.fullmatch(digest)
-            for name, digest in files.items()
-        )
-        # for a group in several files, all files are listed
-        and all(names == file_names(group, len(names)) for group, names in files_by_group(files).items())
-    )
+def _are_files(files: Mapping[str, str]) -> bool:
+    matched = all(_TENSORS.fullmatch(name) and _DIGEST.fullmatch(digest) for name, digest in files.items())
+    # for a group in several files, all files are listed
+    return matched and all(names == file_names(group, len(names)) for group, names in files_by_group(files).items())

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,6 +19,7 @@ from vsa.evaluation.inspection.metrics import HEAD_METRICS
 from vsa.evaluation.inspection.page import SHARES, rounded, write_page
 from vsa.evaluation.inspection.pictures import draw_heatmaps, draw_maps, draw_popularity, draw_selected
 from vsa.files import refuse_others, write_whole
+from vsa.pages.charts import write_csv
 from vsa.progress import progress_bar
 from vsa.sampling.clip_folder import samples_folder
 from vsa.sampling.pipeline import LoadedRun, encode_prompts, settings_dict
@@ -223,8 +222,8 @@ def _write(folder: Path, inspection: Inspection, record: dict[str, Any]) -> None
             place = (f"{timestep:g}", layer)
             by_head += [(*place, head, *_cells(inspection.tables[:, t, y, head])) for head in range(heads)]
             by_layer.append((*place, *_cells(means[:, t, y]), *_cells(inspection.overlap_heads[t, y][None])))
-    _csv(folder / "heads.csv", ["timestep", "layer", "head", *names], by_head)
-    _csv(folder / "layers.csv", ["timestep", "layer", *names, "overlap_heads"], by_layer)
+    write_csv(folder / "heads.csv", ["timestep", "layer", "head", *names], by_head)
+    write_csv(folder / "layers.csv", ["timestep", "layer", *names, "overlap_heads"], by_layer)
     # the first token of a tile says where it is
     kv_blocks = inspection.layout.kv_blocks
     firsts = token_places(inspection.layout)[kv_blocks.offsets[:-1].long().cpu()].tolist()
@@ -234,16 +233,8 @@ def _write(folder: Path, inspection: Inspection, record: dict[str, Any]) -> None
         for y, layer in enumerate(inspection.layers)
         for tile in range(kv_blocks.num)
     ]
-    _csv(folder / "tiles.csv", ["layer", "tile", "first_t", "first_h", "first_w", "lists_mean"], rows)
+    write_csv(folder / "tiles.csv", ["layer", "tile", "first_t", "first_h", "first_w", "lists_mean"], rows)
 
 
 def _cells(values: torch.Tensor) -> list[str]:
     return ["" if value is None else repr(value) for value in rounded(values)]
-
-
-def _csv(path: Path, names: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-    text = io.StringIO(newline="")
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(names)
-    writer.writerows(rows)
-    write_whole(path, text.getvalue())
