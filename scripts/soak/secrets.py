@@ -10,7 +10,7 @@ from pathlib import Path
 
 from scripts.soak.rows import Attempts, Row
 from scripts.soak.tiny import STEPS, metrics, run_folder, start, words
-from scripts.soak.tracker_server import TrackerServer
+from tests.tracker_server import TrackerServer
 
 CANARY = "c4n4ry-0f-a-k3y"
 ENVIRONMENT = "MY_API_KEY"

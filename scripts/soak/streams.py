@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from scripts.soak.rows import Attempts, Row
-from scripts.soak.shard_server import ShardServer, serve
+from tests.shard_server import ShardServer, serve
 from vsa.data import remote
 from vsa.data.batch import VideoBatch
 from vsa.data.batch_stream import RankSlice

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from scripts.soak.shard_server import serve
 from tests.data.conftest import write_dataset
+from tests.shard_server import serve
 from tests.training.test_bad_samples import spoil
 from vsa.data import remote
 from vsa.data.batch_stream import RankSlice

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from omegaconf import OmegaConf
 
-from scripts.soak.shard_server import serve
 from tests.data.conftest import write_dataset
+from tests.shard_server import serve
 from tests.training.ranks import run_ranks
 from tests.training.test_bad_samples import spoil
 from vsa.data.batch import StreamMark

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.soak.tracker_server import TrackerServer
+from tests.tracker_server import TrackerServer
 from vsa.training import wandb_tracker
 from vsa.training.wandb_tracker import WandbTracker
 
