@@ -8,58 +8,32 @@ from collections.abc import Callable
 from contextlib import redirect_stdout
 from pathlib import Path
 
-from hydra import compose, initialize_config_dir
-
+from scripts.soak import tiny
 from scripts.soak.rows import Attempts
 from vsa.checkpoints.run_checkpoint import latest_checkpoint, list_checkpoints, read_checkpoint
-from vsa.config import config_folder
 
-TINY = (
-    "model.num_layers=2",
-    "model.num_attention_heads=1",
-    "model.attention_head_dim=12",
-    "model.ffn_dim=24",
-    "model.freq_dim=16",
-    "data=toy_online",
-    "data.toy.size=[8,64,64]",
-    "data.toy.count=24",
-    "data.batch_size=4",
-    "data.val_fraction=0.1",
-    "tile_thw=[1,2,2]",
-    "sparsity=linear",
-    "sparsity.topk=4",
-    "sparsity.dense_steps=1",
-    "sparsity.total_steps=20",
-    "optim=adamw_cosine",
-    "optim.lr=0.01",
-    "optim.schedule.warmup_steps=2",
-    "optim.schedule.total_steps=20",
-    "callbacks.progress=null",
-    "callbacks.samples=null",
-    "callbacks.checkpoint.every_n_steps=2",
-    "callbacks.checkpoint.keep=4",
-    "trainer.accelerator=cpu",
-    "trainer.log_every_n_steps=1",
-    "trainer.val_check_interval=1000",
-    "trainer.enable_progress_bar=false",
-)
-"""Settings of a run with 32 tokens and a tenth of a second per step."""
+TINY = {
+    word.partition("=")[0]: word
+    for word in (
+        *(word for word in tiny.SETTINGS if not word.startswith("sparsity.")),
+        *tiny.TOY,
+        *("sparsity=linear", "sparsity.topk=4", "sparsity.dense_steps=1", "sparsity.total_steps=20"),
+        *("optim=adamw_cosine", "optim.schedule.total_steps=20"),
+        *("callbacks.checkpoint.every_n_steps=2", "callbacks.checkpoint.keep=4"),
+    )
+}
+"""Settings by key of a run with 32 tokens and a tenth of a second per step."""
 
 
 def train(folder: Path, *overrides: str) -> str:
     """Train the tiny run `folder/pretrain/RUN` in this process; returns the message of a refusal, or ""."""
-    from vsa.training.train import train as run
-
-    # options with a default in Python are not in a config file
+    # options of another choice of a group are those of its file
     replaced = {word.partition("=")[0] for word in overrides}
-    tiny = [word for word in TINY if word.partition(".")[0] not in replaced]
-    words = [f"++{word}" if "." in word.partition("=")[0] else word for word in (*tiny, *overrides)]
-    groups = {word.partition("=")[0]: word for word in words}
-    with initialize_config_dir(version_base="1.3", config_dir=str(config_folder())):
-        cfg = compose("train", overrides=[f"output_dir={folder}", *groups.values()])
+    own = (word for word in TINY.values() if word.partition(".")[0] not in replaced)
+    words = {word.partition("=")[0]: word for word in (*own, *overrides, f"output_dir={folder}")}
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
         try:
-            run(cfg)
+            tiny.train_here([*words.values()])
         except ValueError as refused:
             return str(refused)
     return ""

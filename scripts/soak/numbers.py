@@ -12,14 +12,12 @@ from typing import Any
 
 import lightning as L
 import torch
-from hydra import compose, initialize_config_dir
 from torch import Tensor, nn
 
 import vsa.training.train as training
 from scripts.soak.rows import Attempts, Row
-from scripts.soak.tiny import ROOT, metrics, run_folder, words
+from scripts.soak.tiny import TOY, metrics, run_folder, train_here, words
 from vsa.training.callbacks.ema import EMA
-from vsa.training.hydra_guard import checked_hydra
 from vsa.training.replay import replay_step
 
 NAN, INF = math.nan, math.inf
@@ -33,7 +31,6 @@ DISTILL = (
     "task.objective.guidance=2.5",
     "task.objective.shift.value=3",
 )
-TOY = ("data=toy_online", "data.toy.size=[8,64,64]", "data.toy.count=48", "tile_thw=[1,2,2]")
 
 
 @contextmanager
@@ -57,10 +54,8 @@ def train(folder: Path, *overrides: str, callbacks: Sequence[L.Callback] = ()) -
     settings = words(folder, *overrides)
     if TOY[0] in overrides:
         settings = [word for word in settings if not word.startswith("data.root=")]
-    with checked_hydra(), initialize_config_dir(version_base="1.3", config_dir=str(ROOT / "configs")):
-        config = compose("train", overrides=settings)
     with with_callbacks(*callbacks):
-        training.train(config)
+        train_here(settings)
 
 
 # values that are not finite

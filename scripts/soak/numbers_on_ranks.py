@@ -15,9 +15,9 @@ from typing import Any
 
 import lightning as L
 
-from scripts.soak.numbers import TOY, Outlier, SpoilAt, watched, with_callbacks
+from scripts.soak.numbers import Outlier, SpoilAt, watched, with_callbacks
 from scripts.soak.rows import Attempts, Row
-from scripts.soak.tiny import TWO_RANKS, metrics, run_folder, start_ranks, words
+from scripts.soak.tiny import TOY, TWO_RANKS, metrics, run_folder, start_ranks, words
 from vsa.cli import main
 from vsa.training.replay import replay_step
 

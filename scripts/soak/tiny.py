@@ -23,6 +23,7 @@ from pathlib import Path
 
 import lightning.fabric.utilities.rank_zero as rank_zero
 import torch
+from hydra import compose, initialize_config_dir
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch.distributed import TCPStore
 
@@ -30,6 +31,8 @@ from vsa.checkpoints.run_checkpoint import resolve_checkpoint
 from vsa.data.codecs import HaarCodec
 from vsa.data.shard_writer import ShardWriter
 from vsa.data.text import HashedNgramEncoder
+from vsa.training.hydra_guard import checked_hydra
+from vsa.training.train import train
 
 # imports of a run, which forks inherit
 import vsa.training.launch  # noqa: F401  isort: skip
@@ -63,6 +66,9 @@ SETTINGS = (
 )
 """Settings of the tiny run; `words` adds its folders."""
 
+TOY = ("data=toy_online", "data.toy.size=[8,64,64]", "data.toy.count=48", "tile_thw=[1,2,2]")
+"""Further settings of a run of 32 tokens on clips that it renders itself, without `data.root`."""
+
 TWO_RANKS = ("trainer=fsdp", "trainer.devices=2")
 """Further settings of a run of `start_ranks`, or of a run that starts its second process itself (`fresh=True`)."""
 
@@ -89,6 +95,13 @@ def words(folder: Path, *overrides: str) -> list[str]:
     keys = {override.partition("=")[0] for override in overrides}
     own = (*SETTINGS, f"data.root={shards}", f"output_dir={folder / 'outputs'}")
     return [*(word for word in own if word.partition("=")[0] not in keys), *overrides]
+
+
+def train_here(settings: Sequence[str]) -> None:
+    """Train in this process."""
+    with checked_hydra(), initialize_config_dir(version_base="1.3", config_dir=str(ROOT / "configs")):
+        config = compose("train", overrides=[*settings])
+    train(config)
 
 
 def run_folder(folder: Path, run: str = "default", *, name: str = "pretrain") -> Path:
