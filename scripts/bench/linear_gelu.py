@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from vsa_kernels.linear_gelu.op import bias_gelu_fwd as ours
 
-from .norm_rope import beside_a_copy, chosen, refuse_wrong, token_shape
+from .norm_rope import beside_a_copy, chosen, forwards, refuse_wrong, token_shape
 from .problems import Shape
 from .timing import Measured, Setup
 
@@ -73,12 +73,7 @@ class _Inputs(NamedTuple):
 def linear_gelu(shape: Shape, setup: Setup) -> Measured:
     """Bias and GELU of one layer: eager and compiled operations of torch, our kernels, and a copy."""
     p = _Inputs.of(shape, setup.dtype, setup.device)
-    calls: dict[str, Callable[[], Tensor]] = {"eager": partial(_gelu, p.x, p.bias)}
-    if "compiled" in setup.modes:
-        compiled = torch.compile(_gelu, fullgraph=True, dynamic=False)
-        calls["compiled"] = lambda: compiled(p.x, p.bias)
-    if "triton" in setup.backends:
-        calls["triton"] = partial(ours, p.x, p.bias)
+    calls = forwards(_gelu, (p.x, p.bias), partial(ours, p.x, p.bias), setup)
     return beside_a_copy(calls, p, (p.x, p.bias), setup)
 
 

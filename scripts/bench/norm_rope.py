@@ -110,14 +110,21 @@ class _Inputs(NamedTuple):
 def norm_rope(shape: Shape, setup: Setup) -> Measured:
     """Norm and rotation of one tensor: eager and compiled operations of torch, our kernels, and a copy."""
     p = _Inputs.of(shape, setup.dtype, setup.device)
-    rotate = partial(reference.norm_rope, *p[:4], p.heads, _EPS)
-    calls: dict[str, Callable[[], Tensor]] = {"eager": rotate}
-    if "compiled" in setup.modes:
-        compiled = torch.compile(reference.norm_rope, fullgraph=True, dynamic=False)
-        calls["compiled"] = lambda: compiled(*p[:4], p.heads, _EPS)
-    if "triton" in setup.backends:
-        calls["triton"] = partial(ours, *p[:4], num_heads=p.heads, eps=_EPS, backend="triton")
+    kernel = partial(ours, *p[:4], num_heads=p.heads, eps=_EPS, backend="triton")
+    calls = forwards(reference.norm_rope, (*p[:4], p.heads, _EPS), kernel, setup)
     return beside_a_copy(calls, p, (p.x, p.weight), setup)
+
+
+def forwards(
+    plain: Callable[..., Any], arguments: Sequence[Any], kernel: Callable[[], Any], setup: Setup, **compiling: Any
+) -> dict[str, Callable[[], Any]]:
+    """Forwards by name: operations of torch on `arguments`, eager and compiled with some options, and our kernel."""
+    calls: dict[str, Callable[[], Any]] = {"eager": partial(plain, *arguments)}
+    if "compiled" in setup.modes:
+        calls["compiled"] = partial(torch.compile(plain, fullgraph=True, dynamic=False, **compiling), *arguments)
+    if "triton" in setup.backends:
+        calls["triton"] = kernel
+    return calls
 
 
 def beside_a_copy(

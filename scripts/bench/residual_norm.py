@@ -18,7 +18,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ from vsa_kernels.residual_norm import reference
 
 from vsa.models.compiled import INDUCTOR_OPTIONS
 
-from .norm_rope import CPU_ROTATIONS, GPU_ROTATIONS, beside_a_copy, chosen, refuse_wrong, token_shape
+from .norm_rope import CPU_ROTATIONS, GPU_ROTATIONS, beside_a_copy, chosen, forwards, refuse_wrong, token_shape
 from .problems import Shape
 from .timing import BOTH, FORWARD, Measured, Setup
 
@@ -87,12 +87,8 @@ class _Inputs(NamedTuple):
 def residual_norm(shape: Shape, setup: Setup) -> Measured:
     """Residual connection and norm of one layer: eager and compiled operations of torch, our kernels, and a copy."""
     p = _Inputs.of(shape, setup.dtype, setup.device)
-    calls: dict[str, Callable[[], Any]] = {"eager": partial(reference.residual_norm, *p.leaves, _EPS)}
-    if "compiled" in setup.modes:
-        compiled = torch.compile(reference.residual_norm, fullgraph=True, dynamic=False, options=INDUCTOR_OPTIONS)
-        calls["compiled"] = lambda: compiled(*p.leaves, _EPS)
-    if "triton" in setup.backends:
-        calls["triton"] = partial(ours, *p.leaves, eps=_EPS, backend="triton")
+    kernel = partial(ours, *p.leaves, eps=_EPS, backend="triton")
+    calls = forwards(reference.residual_norm, (*p.leaves, _EPS), kernel, setup, options=INDUCTOR_OPTIONS)
     return beside_a_copy(calls, p, p.leaves, setup, moved=_MOVED)
 
 

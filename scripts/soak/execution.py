@@ -109,18 +109,25 @@ def _hostile_start(arguments: list[str], folder: Path, proof: Path, before: Mapp
     return failure or (None if contents(folder) == before else "files changed")
 
 
+def _hostile_file(folder: Path, content: bytes, proof: Path, *flags: str) -> str | None:
+    path = folder / "configs" / "experiment" / "evil.yaml"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
+    words = tiny.words(folder, "--config-dir", str(path.parents[1]), "experiment=evil")
+    return _hostile_start([*flags, *words], folder, proof, contents(folder))
+
+
+def _flags(node: Mapping[str, Any]) -> list[str]:
+    # Hydra uses launchers and sweepers only for several runs
+    return ["-m"] if {"launcher", "sweeper"} & set(node) else []
+
+
 def hydra_files(folder: Path, tries: int, seed: int) -> Attempts:
     """Hostile `hydra` nodes in an experiment file."""
     proof = arm(folder)
-    experiments = folder / "configs" / "experiment"
-    experiments.mkdir(parents=True)
-    words = [*tiny.words(folder), "--config-dir", str(experiments.parent), "experiment=evil"]
     for name, node in drawn([*hydra_nodes(proof).items()], tries, seed):
         text = "# @package _global_\n" + yaml.safe_dump({"hydra": node})
-        (experiments / "evil.yaml").write_text(text)
-        # Hydra uses launchers and sweepers only for several runs
-        several = ["-m"] if {"launcher", "sweeper"} & set(node) else []
-        yield name, _hostile_start([*several, *words], folder, proof, contents(folder))
+        yield name, _hostile_file(folder, text.encode(), proof, *_flags(node))
 
 
 def hydra_overrides(folder: Path, tries: int, seed: int) -> Attempts:
@@ -129,14 +136,13 @@ def hydra_overrides(folder: Path, tries: int, seed: int) -> Attempts:
     words = tiny.words(folder)
     before = contents(folder)
     for name, node in drawn([*hydra_nodes(proof).items()], tries, seed):
-        several = ["-m"] if {"launcher", "sweeper"} & set(node) else []
         settings = [
             # ++ also adds keys that the config of a launcher lacks
             f"++hydra.{top}.{key}={grammar(value)}"
             for top, inner in node.items()
             for key, value in inner.items()
         ]
-        yield name, _hostile_start([*several, *words, *settings], folder, proof, before)
+        yield name, _hostile_start([*_flags(node), *words, *settings], folder, proof, before)
 
 
 def _with_config(run: Path, target: Path, config: Mapping[str, Any]) -> Path:
@@ -252,12 +258,8 @@ def shipped(folder: Path, tries: int, seed: int) -> Attempts:
 def hostile_files(folder: Path, tries: int, seed: int) -> Attempts:
     """Experiment files that are not valid settings."""
     proof = arm(folder)
-    experiments = folder / "configs" / "experiment"
-    experiments.mkdir(parents=True)
-    words = [*tiny.words(folder), "--config-dir", str(experiments.parent), "experiment=evil"]
     for name, content in drawn([*FILES.items()], tries, seed):
-        (experiments / "evil.yaml").write_bytes(content)
-        yield name, _hostile_start(words, folder, proof, contents(folder))
+        yield name, _hostile_file(folder, content, proof)
 
 
 ROWS = (
