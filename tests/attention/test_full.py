@@ -109,3 +109,12 @@ def test_a_query_of_nan_is_not_hidden(keys):
     assert found[0, 3, 1].isnan().all()
     assert torch.equal(found[:, :3], expected[:, :3])
     assert torch.equal(found[:, :, 0], expected[:, :, 0])
+
+
+@pytest.mark.parametrize("keys", [1, 2, 7, 15, 16, 40])
+def test_keys_of_nan_are_not_hidden(keys):
+    """As those of a projection with damaged weights are: all of them."""
+    q, k, v = (torch.randn(1, n, 4, 8)[:, :, :h] for n, h in ((10, 4), (keys, 2), (keys, 2)))
+    for mask in (None, torch.ones(1, 1, 1, keys, dtype=torch.bool)):
+        assert dense_attn(q, torch.full_like(k, math.nan), v, mask).isnan().all()
+        assert dense_attn(q, k, v, mask).isfinite().all()

@@ -28,9 +28,10 @@ def dense_attn(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> T
     grouped = q.shape[2] != k.shape[2]
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped)
-    # torch's kernel for CPUs hides queries of NaN from few keys
-    few = q.device.type == "cpu" and k.shape[2] < 16
-    return (out + (q * 0).sum(-1, keepdim=True) if few else out).transpose(1, 2)
+    if q.device.type == "cpu" and k.shape[2] < 16:
+        # torch's kernel for CPUs gives 0 where all logits of a query are NaN
+        out = out + (q * 0).sum(-1, keepdim=True) + (k[:, :, :1] * 0).sum((1, 3), keepdim=True)
+    return out.transpose(1, 2)
 
 
 def cross_attn(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
