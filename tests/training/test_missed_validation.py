@@ -141,3 +141,15 @@ def test_two_ranks_make_up_for_it_together(training):
         run_ranks(2, each)
     assert training.metrics("straight")[2]["val/loss"]
     assert rows(training, "cut") == rows(training, "straight")
+
+
+def test_a_distillation_stopped_in_its_last_step_gets_its_validation(distill, training):
+    """Which is due by its interval alone."""
+    last = ("trainer.max_steps=3", "optim.schedule.warmup_steps=1", "trainer.val_check_interval=3")
+    distill(*last, "run=straight")
+    with pytest.raises(SystemExit):
+        distill(*last, "run=cut", callbacks=(StopIn(3, "signal"),))
+    assert not training.metrics("cut")[3].get("val/gap")
+    distill(*last, "run=cut", "ckpt_path=last")
+    found, expected = (training.metrics(run)[3]["val/gap"] for run in ("cut", "straight"))
+    assert found == expected != ""

@@ -67,9 +67,10 @@ def validates_at_start(trainer: L.Trainer, *, last: bool) -> bool:
         trainer: trainer of the run.
         last: whether the run validates after its last step, whatever its interval.
     """
-    loop, interval = trainer.fit_loop.epoch_loop, trainer.val_check_batch
+    # `val_check_batch` is not set where no steps are left
+    loop, interval = trainer.fit_loop.epoch_loop, trainer.val_check_interval
     batches = trainer.global_step * trainer.accumulate_grad_batches
-    due = (last and trainer.global_step == trainer.max_steps) or (interval and batches % interval == 0)
+    due = (last and trainer.global_step == trainer.max_steps) or (isinstance(interval, int) and batches % interval == 0)
     return bool(loop._should_check_val_epoch() and batches > 0 and due)
 
 
