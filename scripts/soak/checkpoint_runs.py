@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from pathlib import Path
 
+import torch
+
 from scripts.soak import tiny
 from scripts.soak.rows import Attempts
-from vsa.checkpoints.run_checkpoint import latest_checkpoint, list_checkpoints, read_checkpoint
+from vsa.checkpoints.run_checkpoint import latest_checkpoint, list_checkpoints, read_checkpoint, write_checkpoint
 
 TINY = {
     word.partition("=")[0]: word
@@ -52,6 +55,18 @@ def is_good(checkpoint: Path) -> bool:
     except ValueError:
         return False
     return True
+
+
+def after_kill(place: Path) -> tuple[bool, str | None]:
+    """Whether a killed save left its folder; failure of its checkpoints to be good and of the next save to clean up."""
+    litter = [path.name for path in place.iterdir() if path.name.startswith(".")]
+    broken = [path.name for path in list_checkpoints(place) if not is_good(path)]
+    step = latest_checkpoint(place, lambda _: None).step
+    write_checkpoint(place, {"model": {"w": torch.ones(2)}}, {"step": step + 1})
+    rest = [path.name for path in place.iterdir() if path.name.startswith(".")]
+    shutil.rmtree(place)
+    good = not broken and len(litter) <= 1 and not rest
+    return bool(litter), None if good else f"{broken=} {litter=} left={rest!r}"
 
 
 def fallback_failure(checkpoint: Path) -> str | None:

@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import save_file
 
 from scripts.soak.changed_settings import SETTINGS
-from scripts.soak.checkpoint_runs import damage, fallback_failure, is_good, train, trained
+from scripts.soak.checkpoint_runs import after_kill, damage, fallback_failure, is_good, train, trained
 from scripts.soak.rows import Attempts, Row
 from scripts.soak.sharded_checkpoints import SHARDED
 from tests.disks import small_files
@@ -230,15 +230,9 @@ def kills(folder: Path, tries: int, seed: int) -> Attempts:
         time.sleep(draw.uniform(0, 0.04))
         os.kill(child.pid, signal.SIGKILL)
         child.join()
-        litter = [path.name for path in place.iterdir() if path.name.startswith(".")]
-        inside += bool(litter)
-        broken = [path.name for path in list_checkpoints(place) if not is_good(path)]
-        step = latest_checkpoint(place, lambda _: None).step
-        write_checkpoint(place, {"model": {"w": torch.ones(2)}}, {"step": step + 1})
-        rest = [path.name for path in place.iterdir() if path.name.startswith(".")]
-        shutil.rmtree(place)
-        good = not broken and len(litter) <= 1 and not rest
-        yield f"kill {number}", None if good else f"{broken=} {litter=} left={rest!r}"
+        in_save, failure = after_kill(place)
+        inside += in_save
+        yield f"kill {number}", failure
     shutil.rmtree(memory / f"vsa-soak-{os.getpid()}", ignore_errors=True)
     return (f"{inside} of {tries} left the folder of a save",)
 

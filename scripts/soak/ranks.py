@@ -109,17 +109,13 @@ def _lost_of_launcher(
         process.wait()
 
 
-def _own_launcher(words: Sequence[str], *, folder: Path) -> tiny.Started:
-    return tiny.start(words, folder=folder, fresh=True)
-
-
 def frozen(folder: Path, tries: int, seed: int) -> Attempts:
     """SIGSTOP to one of two ranks, in the last try with the launcher."""
     rng = random.Random(seed)
     for number in range(tries):
         name, lost = f"frozen{number}", number % 2
         if number == 4:
-            failure = _lost_of_launcher(folder, name, signal.SIGSTOP, 1, _own_launcher, LOST_STATUS)
+            failure = _lost_of_launcher(folder, name, signal.SIGSTOP, 1, tiny.start_fresh, LOST_STATUS)
         else:
             failure = _lost(folder, name, signal.SIGSTOP, lost, rng)
         yield f"rank {lost}", failure
@@ -133,7 +129,7 @@ def dead(folder: Path, tries: int, seed: int) -> Attempts:
         if number < 4:
             failure = _lost(folder, name, signal.SIGKILL, lost, rng)
         elif number < 6:
-            failure = _lost_of_launcher(folder, name, signal.SIGKILL, lost, _own_launcher, LOST_STATUS)
+            failure = _lost_of_launcher(folder, name, signal.SIGKILL, lost, tiny.start_fresh, LOST_STATUS)
         else:
             # torchrun has its own status
             failure = _lost_of_launcher(folder, name, signal.SIGKILL, 1, tiny.start_torchrun, 1)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import random
-import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -18,10 +17,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from scripts.soak.checkpoint_runs import damage, is_good
+from scripts.soak.checkpoint_runs import after_kill, damage
 from scripts.soak.rows import Attempts, Row
 from vsa.checkpoints.retention import prune_checkpoints
-from vsa.checkpoints.run_checkpoint import latest_checkpoint, list_checkpoints, write_checkpoint
+from vsa.checkpoints.run_checkpoint import list_checkpoints, write_checkpoint
 
 RANKS = 2
 
@@ -103,15 +102,9 @@ def kills(folder: Path, tries: int, seed: int) -> Attempts:
             rank.join()
             # lets the other rank continue for the time until a run would end it
             time.sleep(0.3)
-        litter = [path.name for path in place.iterdir() if path.name.startswith(".")]
-        inside += bool(litter)
-        broken = [path.name for path in list_checkpoints(place) if not is_good(path)]
-        step = latest_checkpoint(place, lambda _: None).step
-        write_checkpoint(place, {"model": {"w": torch.ones(2)}}, {"step": step + 1})
-        rest = [path.name for path in place.iterdir() if path.name.startswith(".")]
-        shutil.rmtree(place)
-        good = not broken and not rest
-        yield f"kill {number} of rank {lost}", None if good else f"{broken=} {litter=} left={rest!r}"
+        in_save, failure = after_kill(place)
+        inside += in_save
+        yield f"kill {number} of rank {lost}", failure
     return (f"{inside} of {tries} left the folder of a save",)
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from scripts.soak import tiny
+from scripts.soak.resume import begin
 from scripts.soak.rows import Attempts, Row
 from vsa.checkpoints.run_checkpoint import list_checkpoints, resolve_checkpoint
 from vsa.signals import ENDING
@@ -117,10 +118,6 @@ def _by_launcher(start: Callable[..., tiny.Started]) -> Callable[..., tuple[int,
     return signalled
 
 
-def _own_launcher(words: Sequence[str], *, folder: Path) -> tiny.Started:
-    return tiny.start(words, folder=folder, fresh=True)
-
-
 MOMENTS = (
     Moment(name="while modules are loaded", signalled=_while_loading, steps=False),
     Moment(name="in set-up", signalled=_in_set_up, steps=False),
@@ -140,7 +137,7 @@ MOMENTS = (
 """Moments, used in turn with the kinds of signals: the two counts are coprime, so all pairs occur."""
 
 LAUNCHED = (
-    Moment(name="to the launcher of two ranks", signalled=_by_launcher(_own_launcher), settings=tiny.TWO_RANKS),
+    Moment(name="to the launcher of two ranks", signalled=_by_launcher(tiny.start_fresh), settings=tiny.TWO_RANKS),
     # torchrun passes SIGTERM and SIGINT on, and ends with its own status
     Moment(
         name="to torchrun",
@@ -175,10 +172,7 @@ def _goes_on(folder: Path, words: Sequence[str], straight: Path) -> str | None:
     last = resolve_checkpoint("last", run).step + 3
     ends = [word for word in words if not word.startswith("trainer.max_steps=")]
     ends += [f"trainer.max_steps={last}", "ckpt_path=last"]
-    if "trainer.devices=2" in words:
-        statuses = tiny.start_ranks(ends, folder=folder).wait(120)
-    else:
-        statuses = [tiny.start(ends, folder=folder).wait(120)]
+    statuses = begin(folder, ends).wait(120)
     if any(statuses):
         return f"statuses {statuses} when it went on"
     losses, expected = (
@@ -196,8 +190,7 @@ def _straight(folder: Path, moment: Moment) -> Path:
     run = tiny.run_folder(folder, name)
     if not run.exists():
         words = tiny.words(folder, *ranks, *held_out, f"run={name}", "trainer.max_steps=60", EVERY.format(1000))
-        job = tiny.start_ranks(words, folder=folder) if ranks else tiny.start(words, folder=folder)
-        job.wait(300)
+        begin(folder, words).wait(300)
     return run
 
 

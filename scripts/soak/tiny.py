@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.context import ForkProcess
 from pathlib import Path
 
@@ -202,6 +203,9 @@ def start(
     forked = context.Process(target=_run_command, args=(command, folder, log, dict(env or {})))
     forked.start()
     return Started(process=forked, log=log)
+
+
+start_fresh = partial(start, fresh=True)
 
 
 def _run_command(command: list[str], folder: Path, log: Path, env: dict[str, str]) -> None:
