@@ -160,8 +160,8 @@ def test_trained_grids_have_the_topk_they_were_trained_with():
         ({"tile_thw": (4, 4)}, r"tile_thw=\[4,4\]: expected a list of 3 values"),
         ({"num_tiles": (30, 12)}, "one entry per grid, got 2 and 1"),
         ({"dense_layers": (2,)}, r"dense_layers must be in 0..1, got \[2\]"),
-        ({"dense_steps": -1}, "must not be negative, got -1"),
-        ({"flow_shift": 0.0}, "flow_shift must be positive, got 0.0"),
+        ({"dense_steps": -1}, "dense_steps=-1: expected an integer of at least 0, got -1"),
+        ({"flow_shift": 0.0}, "flow_shift=0.0: expected a number above 0, or null, got 0.0"),
         (
             {"budget": "half"},
             "budget=half: expected one of count, fraction or a number from 0 to 1, got 'half'",

@@ -15,7 +15,7 @@ from vsa.attention.named import WITHOUT_PARAMETERS, refuse_settings
 from vsa.attention.sparsity import Budget, ConstantSparsity
 from vsa.attention.tiling import BlockOrder
 from vsa.files import inner_name, parse_json, read_text, write_whole
-from vsa.settings import Bound, checked
+from vsa.settings import Bound, Count, Positive, checked
 
 SCHEMA_VERSION = 2
 SPARSE_CONFIG = "sparse_attention.json"
@@ -118,13 +118,13 @@ class SparseAttentionConfig:
     budget: Budget = "fraction"
     topk_ranges: tuple[TopkRange, ...] = ()
     dense_layers: tuple[int, ...] = ()
-    dense_steps: int = 0
+    dense_steps: Count = 0
     step_topk: tuple[StepTopk, ...] = ()
     refresh: int | tuple[tuple[int, int], ...] = 1
     shared_cache: bool = False
     settings: Mapping[str, Any] | None = None
     step_list: tuple[float, ...] | None = None
-    flow_shift: float | None = None
+    flow_shift: Positive | None = None
     guidance_form: Literal["standard", "additive"] = "standard"
     guidance_scale: float | None = None
     golden: str | None = None
@@ -170,18 +170,12 @@ class SparseAttentionConfig:
             self._check_topk("grid_topk of step_topk", part.grid_topk)
         if any(not 0 <= layer < self.num_layers for layer in self.dense_layers):
             raise ValueError(f"dense_layers must be in 0..{self.num_layers - 1}, got {list(self.dense_layers)}")
-        if self.dense_steps < 0:
-            raise ValueError(f"dense_steps must not be negative, got {self.dense_steps}")
         if self.settings is not None:
             self._check_settings(self.settings)
         # DenoisingPlan refuses invalid combinations
         replace(self.denoising, step_topk=tuple((part.step, 1) for part in self.step_topk))
-        if self.flow_shift is not None and not self.flow_shift > 0:
-            raise ValueError(f"flow_shift must be positive, got {self.flow_shift}")
         # raises ValueError for an unknown budget
         self._scaled(self.grid_topk[0][0], self.num_tiles[0])
-        if self.guidance_form not in ("standard", "additive"):
-            raise ValueError(f"guidance_form must be standard or additive, got {self.guidance_form!r}")
         if (self.golden is None) != (self.golden_tolerance is None):
             raise ValueError(
                 f"golden and golden_tolerance come together, got {self.golden} and {self.golden_tolerance}"

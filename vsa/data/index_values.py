@@ -6,6 +6,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from vsa.files import shown
+
 LARGEST_VALUE = 65504.0
 """Largest latent, mean or standard deviation: the largest float16."""
 
@@ -17,7 +19,7 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 def whole(name: str, value: Any, least: int, most: int) -> int:
     """A checked integer from least to most."""
     if type(value) is not int or not least <= value <= most:
-        raise ValueError(f"{name}={_short(value)}: expected an integer from {least} to {most}")
+        raise ValueError(f"{name}={shown(value)}: expected an integer from {least} to {most}")
     return value
 
 
@@ -30,12 +32,12 @@ def reals(name: str, values: Any, *, positive: bool = False) -> tuple[float, ...
         positive: whether each number must be above 0.
     """
     if not isinstance(values, list):
-        raise ValueError(f"{name}={_short(values)}: expected a list of numbers")
+        raise ValueError(f"{name}={shown(values)}: expected a list of numbers")
     least = _SMALLEST_DEVIATION if positive else -LARGEST_VALUE
     for i, value in enumerate(values):
         # comparisons with NaN are false
         if type(value) not in (int, float) or not least <= value <= LARGEST_VALUE:
-            raise ValueError(f"{name}[{i}]={_short(value)}: expected a number from {least:g} to {LARGEST_VALUE:g}")
+            raise ValueError(f"{name}[{i}]={shown(value)}: expected a number from {least:g} to {LARGEST_VALUE:g}")
     return tuple(float(value) for value in values)
 
 
@@ -64,24 +66,19 @@ def channel_statistics(
 def wholes(name: str, values: Any, count: int, most: int) -> tuple[int, ...]:
     """A checked list of `count` integers from 1 to `most`."""
     if not isinstance(values, list) or len(values) != count:
-        raise ValueError(f"{name}={_short(values)}: expected a list of {count} integers")
+        raise ValueError(f"{name}={shown(values)}: expected a list of {count} integers")
     return tuple(whole(f"{name}[{i}]", value, 1, most) for i, value in enumerate(values))
 
 
 def words(name: str, value: Any, *, most: int = 4096) -> str:
     """A checked text of 1 to `most` characters."""
     if not isinstance(value, str) or not 0 < len(value) <= most:
-        raise ValueError(f"{name}={_short(value)}: expected text")
+        raise ValueError(f"{name}={shown(value)}: expected text")
     return value
 
 
 def digest(name: str, value: Any) -> str:
     """A checked SHA-256 in hexadecimal."""
     if not isinstance(value, str) or not _DIGEST.fullmatch(value):
-        raise ValueError(f"{name}={_short(value)}: expected a SHA-256")
+        raise ValueError(f"{name}={shown(value)}: expected a SHA-256")
     return value
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."

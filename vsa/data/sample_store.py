@@ -204,24 +204,33 @@ class ShardStore:
         return self._readers[ref.source].text(ref.id, caption)
 
 
-class ToyStore:
-    """Toy clips rendered and encoded on demand, without files.
+class RenderedStore:
+    """What stores of clips that are made on demand, without files, have in common.
 
     Args:
-        clips: which clips.
         codec: encodes the pixels.
         text_encoder: encodes the captions.
     """
 
-    def __init__(self, clips: ToyClips, codec: Codec, text_encoder: TextEncoder) -> None:
-        self._clips = clips
-        self._codec = codec
-        self._text_encoder = text_encoder
-        self.codec = CodecInfo.of(codec)
-        self.text_encoder = TextInfo.of(text_encoder)
-        self.cond_channels = 0
-        self.fps = float(clips.fps)
+    cond_channels = 0
+    fps = USUAL_FPS
+
+    def __init__(self, codec: Codec, text_encoder: TextEncoder) -> None:
+        self._codec, self._text_encoder = codec, text_encoder
+        self.codec, self.text_encoder = CodecInfo.of(codec), TextInfo.of(text_encoder)
         self.null_text = text_encoder.encode("")
+
+    def condition(self, ref: SampleRef) -> Tensor | None:
+        """None: these clips have no image condition."""
+        return None
+
+
+class ToyStore(RenderedStore):
+    """Toy clips (`ToyClips`)."""
+
+    def __init__(self, clips: ToyClips, codec: Codec, text_encoder: TextEncoder) -> None:
+        super().__init__(codec, text_encoder)
+        self._clips, self.fps = clips, float(clips.fps)
         probe = torch.stack([self._encode(i) for i in range(min(clips.count, _PROBE_CLIPS))])
         self.latent_mean, self.latent_std = probe_statistics(probe)
         c, t, h, w = probe.shape[1:]
@@ -233,10 +242,6 @@ class ToyStore:
         # a sample that a batch holds many times is drawn once
         draw = cache(lambda ref: self._encode(clip_number(ref.id)))
         return torch.stack([draw(ref) for ref in refs])
-
-    def condition(self, ref: SampleRef) -> Tensor | None:
-        """None: toy clips have no image condition."""
-        return None
 
     def captions(self, ref: SampleRef) -> int:
         """How many captions the sample has."""

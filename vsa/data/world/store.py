@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from vsa.data.codecs import Codec
-from vsa.data.index import USUAL_FPS, CodecInfo, TextInfo
 from vsa.data.plan import SampleRef, Shape
-from vsa.data.sample_store import clip_number, probe_statistics
+from vsa.data.sample_store import RenderedStore, clip_number, probe_statistics
 from vsa.data.text import TextEncoder
 from vsa.data.world.render import render
 from vsa.data.world.scenes import Scenes, WorldClips, draw_scene, stack_scenes, world_attributes, world_caption
@@ -62,24 +61,12 @@ class SceneLatents:
         return torch.stack([self.codec.encode(video) for video in videos])
 
 
-class WorldStore:
-    """The clips of a world, created on demand, without files (`vsa.data.sample_store.SampleStore`).
-
-    Args:
-        clips: which clips.
-        codec: encodes the pixels.
-        text_encoder: encodes the captions.
-    """
+class WorldStore(RenderedStore):
+    """The clips of a world (`WorldClips`)."""
 
     def __init__(self, clips: WorldClips, codec: Codec, text_encoder: TextEncoder) -> None:
+        super().__init__(codec, text_encoder)
         self._clips = clips
-        self._codec = codec
-        self._text_encoder = text_encoder
-        self.codec = CodecInfo.of(codec)
-        self.text_encoder = TextInfo.of(text_encoder)
-        self.cond_channels = 0
-        self.fps = USUAL_FPS
-        self.null_text = text_encoder.encode("")
         self.size = clip_size(clips.grid, codec)
         least, most = _PROBE_CLIPS
         pixels = self.size[0] * self.size[1] * self.size[2]
@@ -94,10 +81,6 @@ class WorldStore:
     def latents(self, refs: Sequence[SampleRef]) -> SceneLatents:
         """Latents `[B, C, t, h, w]` of samples, to be computed on the training device."""
         return self._pending([clip_number(ref.id) for ref in refs])
-
-    def condition(self, ref: SampleRef) -> Tensor | None:
-        """None: these clips have no image condition."""
-        return None
 
     def captions(self, ref: SampleRef) -> int:
         """How many captions the sample has."""

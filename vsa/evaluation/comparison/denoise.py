@@ -113,19 +113,23 @@ def compare_denoising(
             videos.append(decode_latents(run.codec, latents, run.statistics))
         video = torch.cat(videos)
         reference = video if reference is None else reference
-        dense = reference is video
         assert clean is not None
-        rows.append(
-            Denoised(
-                method=method.label,
-                family=method.family,
-                density=_density(run, model, clean, prompts[0], own),
-                psnr=None if dense else psnr(video, reference),
-                ssim=None if dense else sum(map(ssim, video, reference)) / len(video),
-                seconds=seconds,
-            )
-        )
+        density = _density(run, model, clean, prompts[0], own)
+        rows.append(compared(method, video, reference, density=density, seconds=seconds))
     return rows
+
+
+def compared(method: Method, video: Tensor, reference: Tensor, *, density: float, seconds: float) -> Denoised:
+    """The result of a method with its clips uint8 `[N, T, H, W, 3]`; the clips of the dense run are the reference."""
+    dense = video is reference
+    return Denoised(
+        method=method.label,
+        family=method.family,
+        density=density,
+        psnr=None if dense else psnr(video, reference),
+        ssim=None if dense else sum(map(ssim, video, reference)) / len(video),
+        seconds=seconds,
+    )
 
 
 def _density(run: LoadedRun, model: VideoDiT, clean: Tensor, prompt: str, settings: SampleSettings) -> float:

@@ -26,10 +26,9 @@ from vsa.diffusion.flow_matching import TIMESTEP_SCALE, add_noise, noise_like
 from vsa.diffusion.latent_statistics import LatentStatistics
 from vsa.evaluation.comparison.captures import Capture, Captures, Watched
 from vsa.evaluation.comparison.computed import computed_pairs
-from vsa.evaluation.comparison.denoise import Denoised
+from vsa.evaluation.comparison.denoise import Denoised, compared
 from vsa.evaluation.comparison.methods import Method
 from vsa.evaluation.inspection.clip import Clip, read_clip
-from vsa.evaluation.video_metrics import psnr, ssim
 from vsa.integrations.diffusers import apply, remove
 from vsa.integrations.diffusers.pipeline import (
     ClipSettings,
@@ -232,18 +231,9 @@ def compare_pipeline(
             budget = {"topk": method.topk, "sparsity": method.sparsity, "denoising": followed}
             with attending(transformers(pipe), factory, **budget):
                 video = generate_videos(pipe, prompts, seeds=seeds, progress=progress, **clip._asdict())
-        dense = reference is None
         reference = video if reference is None else reference
-        rows.append(
-            Denoised(
-                method=method.label,
-                family=method.family,
-                density=fmean(densities.calls),
-                psnr=None if dense else psnr(video, reference),
-                ssim=None if dense else sum(map(ssim, video, reference)) / len(video),
-                seconds=clock.seconds - densities.seconds,
-            )
-        )
+        seconds = clock.seconds - densities.seconds
+        rows.append(compared(method, video, reference, density=fmean(densities.calls), seconds=seconds))
     return rows
 
 
