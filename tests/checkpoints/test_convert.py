@@ -546,7 +546,6 @@ def test_sampling_settings_are_written_over(tmp_path):
             r"--flow-shift 6\.0 has no meaning beside the steps \[9\.0\]",
         ),
         (["{tmp}/sparse", "{tmp}/out", "--step-list", "9,x"], "--step-list: expected float values .*, got 9,x"),
-        (["{tmp}/sparse", "{tmp}/out", "--dense-steps", "-1"], "dense_steps must not be negative, got -1"),
         (["{tmp}/sparse", "{tmp}/out", "--topk", "3"], "says its own top-k and grid"),
         (
             ["{tmp}/sparse", "{tmp}/out", "--to", "fastvideo"],

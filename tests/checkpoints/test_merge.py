@@ -412,7 +412,6 @@ def test_sources_that_do_not_fit_are_refused(name, runs):
             ("--step-list", "900,300"),
             r"has the step list \[1000.0, .*\], .* --step-list \[900.0, 300.0\]",
         ),
-        ({}, ("--sparse-weight", "nan"), r"with the factors \(nan, 1.0\): \d+ values of .* are NaN or infinite"),
     ],
 )
 def test_command_lines_that_are_refused(places, options, message, runs):

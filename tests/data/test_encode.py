@@ -355,7 +355,7 @@ def test_a_folder_that_cannot_be_written_is_refused_before_a_clip_is_decoded(tmp
     def touched(*_, **__):
         raise AssertionError("a file was looked at")
 
-    monkeypatch.setattr("vsa.data.encode._media_files", touched)
+    monkeypatch.setattr("vsa.data.encode.media_files", touched)
     out = Path("/proc/shards")
     with pytest.raises(ValueError, match="cannot write to /proc/shards: /proc is not a writable folder"):
         encode_folder(videos, out, codec=HaarCodec(), text_encoder=HashedNgramEncoder())

@@ -168,6 +168,7 @@ def test_a_pipeline_is_tuned_and_samples_with_its_settings(tmp_path, command_lin
     status, _, err = command_line(*map(str, words))
     assert status == 0, err
     # control: blocks of other sizes than those that were tuned
+    words = (*words[:-1], tmp_path / "others")
     status, _, err = command_line(*(str(word).replace("q_tokens=8", "q_tokens=16") for word in words))
     assert status == 1
     assert "q_tokens" in err.splitlines()[-1]

@@ -460,8 +460,12 @@ def test_sample_runs_a_list_of_steps(folder, distilled, tmp_path):
     assert {name: record[name] for name in expected} == expected
     # a clip is the same in another batch, as the file shows
     vsa_command("sample", *shared, *prompts, "--seed", "3", "--batch-size", "2", "--out", str(tmp_path / "b"))
-    one, two = (read_video(tmp_path / name / record["clips"][1]["mp4"])[0].int() for name in ("a", "b"))
-    assert (one - two).abs().max() <= 2
+    shown = [("a", 1), ("b", 1), ("a", 0)]
+    one, two, other = (read_video(tmp_path / name / record["clips"][i]["mp4"])[0].float() for name, i in shown)
+    # the mean, because the mp4 makes more of a level that rounds the other way
+    assert (one - two).abs().mean() < 0.2
+    # control: the other clip
+    assert (one - other).abs().mean() > 2
     for option, value, name in (("--steps", "50", "steps 50"), ("--shift", "5", r"flow shift 5\.0")):
         with pytest.raises(ValueError, match=rf"{name} has no meaning: .* \[1000\.0, 757\.0, 416\.6"):
             vsa_command("sample", *shared, *prompts, option, value, "--out", str(tmp_path / "c"))

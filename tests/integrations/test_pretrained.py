@@ -272,22 +272,27 @@ def change(**changes: Any) -> Any:
     return lambda folder: write_sparse_config(folder, dataclasses.replace(read_sparse_config(folder), **changes))
 
 
-def old_version(folder: Path) -> None:
-    path = folder / SPARSE_CONFIG
-    path.write_text(path.read_text().replace('"schema_version": 1', '"schema_version": 7'))
+def write_over(old: str, new: str) -> Any:
+    def damage(folder: Path) -> None:
+        path = folder / SPARSE_CONFIG
+        text = path.read_text()
+        assert old in text
+        path.write_text(text.replace(old, new))
+
+    return damage
 
 
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
         (drop_json, r"sparse_attention\.json is missing"),
-        (old_version, "schema_version is 7, this version reads 1"),
+        (write_over('"schema_version": 1', '"schema_version": 7'), "schema_version is 7, this version reads 1"),
         (drop_gate, r"lacks 1 tensors of the model: blocks\.1\.to_gate_compress\.bias"),
         (add_gate, r"has 1 tensors .* no place for: blocks\.2\.to_gate_compress\.bias"),
         (bend_gate, r"blocks\.1\.to_gate_compress\.bias has shape \(16,\), the model needs \(32,\)"),
         (change(fine_gate=False), r"tensors the model has no place for: blocks\.0\.to_gate_fine\.bias"),
         (change(grid_topk=((3,),)), "has 1 layers, the transformer has 2"),
-        (change(method="spargel"), "method must be .* got 'spargel'"),
+        (write_over('"video_sparse"', '"spargel"'), "method must be .* got 'spargel'"),
     ],
 )
 def test_a_checkpoint_that_does_not_fit_is_refused(exported, damage, message):

@@ -114,7 +114,7 @@ def test_forms_of_a_panel(tmp_path: Path):
     panel = Panel(x_label="a <i>", y_label="b", series=[line, points], x_log=True, y_log=True)
     form = plotly_panel(panel, 100)
     json.dumps(form, allow_nan=False)
-    assert form["x"] == {"title": {"text": "a &lt;i&gt;"}, "type": "log"}
+    assert form["x"] == {"title": {"text": "a &lt;i&gt;"}, "type": "log", "dtick": 1}
     low, high, main, dots = form["traces"]
     # the legend of the page takes text, plotly takes tags
     assert (main["label"], main["name"]) == (name, "_&lt;b&gt;$x_")

@@ -234,11 +234,18 @@ def test_a_run_is_sampled_with_the_dense_steps_of_its_export(make_run, tmp_path)
     assert resolve_checkpoint(back).state["sparse_attention"]["dense_steps"] == 2
 
 
-@pytest.mark.parametrize("damage", [{"latent_mean": None}, {"more": 1}, {"config": {}}])
-def test_a_sampling_file_that_is_not_whole_is_refused(damage, make_run, tmp_path):
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        ({"latent_mean": None}, "has latent_mean=None, expected a list"),
+        ({"more": 1}, "is not what a conversion of this project writes"),
+        ({"config": {}}, "lacks config.data"),
+    ],
+)
+def test_a_sampling_file_that_is_not_whole_is_refused(damage, message, make_run, tmp_path):
     convert([str(make_run()), str(tmp_path / "export"), "--no-golden"])
     path = tmp_path / "export" / SAMPLING
     path.write_text(json.dumps(json.loads(path.read_text()) | damage))
-    with pytest.raises(ValueError, match=r"sampling\.json is not what a conversion of this project writes"):
+    with pytest.raises(ValueError, match=rf"sampling\.json {message}"):
         convert([str(tmp_path / "export"), str(tmp_path / "back"), "--to", "run"])
     assert not (tmp_path / "back").exists()

@@ -114,7 +114,7 @@ def test_averaged_weights_are_taken_where_there_are_any(write_tiny_run, tmp_path
         ({"sparsity": 1.0}, r"\[0, 1\), got 1.0"),
         ({"steps": 0}, "steps must be at least 1, got 0"),
         ({"batch_size": 0}, "batch_size must be at least 1, got 0"),
-        ({"flow_shift": 0.0}, "positive, got 0.0"),
+        ({"flow_shift": 0.0}, "flow shift must be positive and finite, got 0.0"),
         # an all-black clip without a word
         ({"guidance": float("nan")}, "guidance must be a finite number, got nan"),
         ({"latent_shape": [16, 4, 7, 8]}, r"\(16, 4, 7, 8\)"),

@@ -32,7 +32,7 @@ BAD_SETTINGS = [
     (["model.out_channels=8"], "model.out_channels=8"),
     (["model.text_dim=32"], "model.text_dim=32, but data.text_encoder makes tokens of width 64"),
     (["model.attention_head_dim=7"], "attention_head_dim must be even and at least 6 for 3-D RoPE, got 7"),
-    (["model.num_attention_heads=0"], "model.num_attention_heads=0: expected an integer of at least 1, got 0"),
+    (["model.num_attention_heads=0"], "model.num_attention_heads=0: expected an integer from 1 to 4096, got 0"),
     (["attention.tile_thw=[0,2,2]"], "attention.tile_thw=[0,2,2]: expected a list of 3 values, each an integer of at"),
     (["attention.partition=spiral"], "attention.partition=spiral: expected one of cube, hilbert_run, raster_run, hil"),
     (["attention.backend=nope"], "attention.backend=nope: expected one of reference, gather, triton, or null, got"),
@@ -142,7 +142,10 @@ BAD_SETTINGS = [
         "got 'x'; model.eps=0: expected a number above 0, got 0; optim.lrr=1: unknown",
     ),
     (["run=.."], "run=.. is not a name"),
-    (["model.ffn_dim=10000000000000"], "the model is too large for the memory here: 500,000,000,007,300 parameters"),
+    (
+        ["model.num_attention_heads=4096", "model.attention_head_dim=4096"],
+        "the model is too large for the memory here: 7,881,305,438,027,888 parameters",
+    ),
 ]
 
 
@@ -158,7 +161,7 @@ BY_COMMAND = (
     "trainer.precision=99",
     "ckpt_path=last",
     "data.toy.size=[8,56,64]",
-    "model.ffn_dim=10000000000000",
+    "model.attention_head_dim=4096",
     "data=folder",
 )
 GROUPS = ("attention=nope", "model=nope", "experiment=nope", "data=folder")

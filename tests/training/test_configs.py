@@ -269,7 +269,8 @@ def test_errors_of_a_constructor_name_their_key():
 
 
 def test_a_model_too_large_for_the_memory_is_told_as_such():
-    cfg = compose_run("model.num_layers=1", "model.ffn_dim=10_000_000_000_000")
+    # the largest that a setting may name
+    cfg = compose_run("model.num_layers=1", "model.num_attention_heads=4096", "model.attention_head_dim=4096")
     with pytest.raises(
         ValueError, match=r"^the model is too large .*: [\d,]+ parameters, .* GiB in fp32 .*key model\)$"
     ):

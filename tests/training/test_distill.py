@@ -210,7 +210,7 @@ def test_only_its_own_network_gets_gradients_in_an_update(distill):
                 roles[name] = {role for role, net in nets.items() if any(p.grad is not None for p in net.parameters())}
                 return guard(optimizer, iteration)
 
-            names = ("skipped", "skipped_total", "unread", "state_dict", "step")
+            names = ("skipped", "skipped_total", "unread", "state_dict", "step", "refuse_all_dropped")
             check.__dict__ = {name: getattr(guard, name) for name in names}
             return check
 
