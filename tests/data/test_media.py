@@ -505,6 +505,11 @@ def check_captions(folder: Path) -> None:
         "b.png": ["a red circle that moves", "short"],
         "c.png": ["one line of many"],
     }
+    # those who write a caption a line are told
+    _, said = encode(videos)
+    assert [line for line in said if "joined" in line] == [
+        "lines joined to one caption: 1 text files, first a.txt; a blank line begins another caption"
+    ]
     # what Excel writes; a column of its own is a field
     (videos / "captions.jsonl").unlink()
     (videos / "captions.csv").write_text('Video,Caption,film\nc.png,"one, two\nthree",x\n')

@@ -26,12 +26,14 @@ class Captions:
         missing: reason why a media file has no caption, by file.
         unusable: (place, reason) of entries of the caption file that are malformed or name a missing file.
         fields: further texts and integers of an entry, by name.
+        joined: text files beside a video whose lines became one caption.
     """
 
     of: Mapping[Path, list[str]]
     missing: Mapping[Path, str]
     unusable: Sequence[tuple[str, str]]
     fields: Mapping[Path, Mapping[str, str]]
+    joined: Sequence[Path] = ()
 
 
 def read_captions(videos: Path, caption_file: Path | None, files: Iterable[Path]) -> Captions:
@@ -69,14 +71,15 @@ def read_captions(videos: Path, caption_file: Path | None, files: Iterable[Path]
 
     captions_by_path: dict[Path, list[str]] = {}
     missing: dict[Path, str] = {}
+    joined: list[Path] = []
     for path in files:
         beside = sidecar(path)
         captions = file_captions.get(path.resolve(), [])
         try:
             if not captions and beside and (caption_file is None or beside.resolve() != caption_file.resolve()):
-                captions = [
-                    tidy(part) for part in re.split(r"\n\s*\n", "\n".join(lines_of(_read(beside)))) if tidy(part)
-                ]
+                text = "\n".join(lines_of(_read(beside))).strip()
+                captions = [tidy(part) for part in re.split(r"\n\s*\n", text) if tidy(part)]
+                joined += [beside] if len(captions) == 1 and "\n" in text else []
             if not captions:
                 where = f"{caption_file} and " if caption_file else ""
                 raise ValueError(f"video {path} has no caption: expected one in {where}{path.with_suffix('.txt')}")
@@ -85,7 +88,7 @@ def read_captions(videos: Path, caption_file: Path | None, files: Iterable[Path]
         else:
             captions_by_path[path] = captions
     fields_by_path = {path: fields[path.resolve()] for path in captions_by_path if fields.get(path.resolve())}
-    return Captions(of=captions_by_path, missing=missing, unusable=unusable, fields=fields_by_path)
+    return Captions(of=captions_by_path, missing=missing, unusable=unusable, fields=fields_by_path, joined=joined)
 
 
 def sidecar(path: Path) -> Path | None:

@@ -173,6 +173,11 @@ def encode_folder(
             sample = sorted({good[k * len(good) // _MEASURED_CLIPS] for k in range(_MEASURED_CLIPS)})
             if unread := media.describe_unread():
                 tell(f"neither videos nor images, not read: {unread}")
+            if joined := all_captions.joined:
+                tell(
+                    f"lines joined to one caption: {len(joined)} text files, first {joined[0].name}; "
+                    "a blank line begins another caption"
+                )
             if cut := describe_cut(text_encoder, chain(*(all_captions.of[files[i]] for i in good))):
                 tell(cut)
             for line in _describe_ahead({names[i]: files[i] for i in sample}, rules, codec, decoder):
