@@ -465,7 +465,7 @@ def test_sample_runs_a_list_of_steps(folder, distilled, tmp_path):
     # the mean, because the mp4 makes more of a level that rounds the other way
     assert (one - two).abs().mean() < 0.2
     # control: the other clip
-    assert (one - other).abs().mean() > 2
+    assert (one - other).abs().mean() > 0.5
     for option, value, name in (("--steps", "50", "steps 50"), ("--shift", "5", r"flow shift 5\.0")):
         with pytest.raises(ValueError, match=rf"{name} has no meaning: .* \[1000\.0, 757\.0, 416\.6"):
             vsa_command("sample", *shared, *prompts, option, value, "--out", str(tmp_path / "c"))
