@@ -126,6 +126,15 @@ def test_a_link_is_followed_neither_to_write_nor_to_remove(tmp_path):
     (tmp_path / "real" / "photos").symlink_to(outside)
     with pytest.raises(ValueError, match=rf"has a link out of it, {tmp_path}/real/photos -> {outside}"):
         check_folder(tmp_path / "real", overwrite=False)
+    (tmp_path / "real" / "photos").unlink()
+    # but those of a tracker's logs to its cache
+    (tmp_path / "real" / "wandb" / "run-1").mkdir(parents=True)
+    (tmp_path / "real" / "wandb" / "run-1" / "debug-core.log").symlink_to(outside / "photo")
+    check_folder(tmp_path / "real", overwrite=False)
+    (tmp_path / "real" / "wandb").rename(tmp_path / "away")
+    (tmp_path / "real" / "wandb").symlink_to(tmp_path / "away")
+    with pytest.raises(ValueError, match=r"has a link out of it, .*/wandb -> "):
+        check_folder(tmp_path / "real", overwrite=False)
     open_folder(tmp_path / "real", "new: true\n", overwrite=True)
     assert contents(tmp_path / "real").keys() == {"config.yaml", MANIFEST}
     assert (outside / "photo").read_text() == "mine"

@@ -72,6 +72,16 @@ def test_a_run_trains_to_its_end_whatever_the_server_does(mood, training, monkey
             assert any("train/loss" in body for body in server.bodies)
 
 
+def test_a_run_that_wandb_followed_can_be_resumed(training):
+    """Its logs are links out of the run folder, to its cache."""
+    for more in (("trainer.max_steps=1",), ("trainer.max_steps=2", "ckpt_path=last")):
+        training("logger=wandb", "logger.wandb.offline=true", *more)
+    assert training.last().step == 2
+    logs = (training.folder() / "wandb").rglob("*.log")
+    # the control
+    assert any(path.is_symlink() for path in logs)
+
+
 def test_offline_files_hold_no_command_line_and_no_output(tmp_path, monkeypatch):
     import wandb
 
