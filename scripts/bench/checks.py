@@ -29,6 +29,7 @@ from vsa.models.rope import rope_tables
 
 from .problems import Problem
 from .step import FreeAttention
+from .timing import must_notice
 
 _SIZES = [5, 9, 3, 10, 7, 16]
 
@@ -111,11 +112,9 @@ def check_block(mode: str, dtype: torch.dtype, device: torch.device) -> str:
             refuse_far(f"{what}: {name}", result, exact[name], dtype)
 
     refuse_wrong(layer)
-    try:
-        refuse_wrong(replace(layer, cond=layer.cond._replace(text=layer.cond.text.roll(1, -1))))
-    except ValueError:
-        return f"{what} {dtype}: out and gradients right by fp64; another text is noticed"
-    raise ValueError(f"the check of {what} does not notice a damaged input, no speed is printed")
+    other = replace(layer, cond=layer.cond._replace(text=layer.cond.text.roll(1, -1)))
+    must_notice(lambda: refuse_wrong(other), what, "a damaged input")
+    return f"{what} {dtype}: out and gradients right by fp64; another text is noticed"
 
 
 def check_measured_block(layer: Layer, what: str) -> None:
@@ -145,11 +144,7 @@ def compare(
         agrees(got)
     except AssertionError as error:
         raise ValueError(f"{what} is wrong, no speed is printed: {error}") from error
-    try:
-        agrees(damaged)
-    except AssertionError:
-        return
-    raise ValueError(f"the check of {what} does not notice a damaged input, no speed is printed")
+    must_notice(lambda: agrees(damaged), what, "a damaged input")
 
 
 def _separated(blocks: Blocks, topk: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:

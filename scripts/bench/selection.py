@@ -25,7 +25,7 @@ from vsa.attention.sparge.mask import block_statistics, first_stage
 
 from .peers import dense_ops
 from .problems import Shape, problem
-from .timing import FORWARD, Measured, Op, Setup, Skipped, attempt, measure
+from .timing import FORWARD, Measured, Op, Setup, Skipped, attempt, measure, must_notice
 
 _SHARE, _CROSSING = 0.9, "drop"
 # tolerance of sums in a check, far below the weight of an entry near the share
@@ -94,11 +94,8 @@ def check_selection(setup: Setup) -> list[str]:
     for name in _backends(setup):
         refuse_wrong(scores, select_share(scores, _SHARE, crossing=_CROSSING, backend=name), f"backend {name}")
         damaged = select_share(scores, _SHARE - 0.1, crossing=_CROSSING, backend=name)
-        try:
-            refuse_wrong(scores, damaged, f"backend {name}")
-        except ValueError:
-            continue
-        raise ValueError(f"the check of backend {name} does not notice a wrong share, no speed is printed")
+        check = partial(refuse_wrong, scores, damaged, f"backend {name}")
+        must_notice(check, f"backend {name}", "a wrong share")
     return [f"selection by share on {name}: right by fp64 sums; a wrong share is noticed" for name in _backends(setup)]
 
 

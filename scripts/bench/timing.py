@@ -160,6 +160,15 @@ def attempt(ops: list[Op], skipped: Skipped, name: str, make: Callable[[], Op]) 
     ops.append(op)
 
 
+def must_notice(check: Callable[[], object], checked: str, fault: str) -> None:
+    """Raise ValueError if a check passes on a damaged result; `checked` and `fault` name both in the message."""
+    try:
+        check()
+    except (ValueError, AssertionError):
+        return
+    raise ValueError(f"the check of {checked} does not notice {fault}, no speed is printed")
+
+
 def say(line: str) -> None:
     """Print a line of progress on stderr."""
     print(line, file=sys.stderr, flush=True)
