@@ -270,8 +270,9 @@ def read_checkpoint(path: str | Path, *, verify: bool = True, share: tuple[int, 
 def _check_tensors(path: Path, name: str, digest: str | None) -> None:
     try:
         differs = digest is not None and file_digest(path / name) != digest
-        # the header contains the length of the file
-        differs or open_tensors(path / name)
+        if not differs:
+            # the header contains the length of the file
+            open_tensors(path / name)
     except FileNotFoundError:
         raise ValueError(f"checkpoint {path} is damaged: {name} is missing") from None
     except ValueError as error:
