@@ -301,7 +301,7 @@ def _runs_with_bad_samples(folder: Path, tries: int, seed: int) -> Attempts:
     from scripts.soak.tiny import STEPS, metrics, run_folder, start, words, write_shards
     from vsa.checkpoints.run_checkpoint import resolve_checkpoint
 
-    draw, _failures, met = random.Random(seed), [], 0
+    draw, met = random.Random(seed), 0
     for i in range(tries):
         own = folder / f"try-{i}"
         own.mkdir()
