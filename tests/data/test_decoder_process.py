@@ -127,9 +127,9 @@ def test_captions_nested_deep_are_one_line(videos: Path, suffix: str) -> None:
     path.write_text('{"video": ' + "[" * 200_000 + "]" * 200_000 + "}")
     files = [videos / "a.mp4"]
     if suffix == ".json":
-        with pytest.raises(ValueError, match=r"captions.json: nested too deep$"):
+        with pytest.raises(ValueError, match=r"captions.json is nested more than 64 levels deep$"):
             read_captions(videos, path, files)
     else:
         assert [reason for _, reason in read_captions(videos, path, files).unusable] == [
-            f"caption file {path}, line 1: nested too deep"
+            f"caption file {path}, line 1 is nested more than 64 levels deep"
         ]
