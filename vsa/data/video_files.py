@@ -129,13 +129,6 @@ def probe_video(path: str | Path, *, fps: float | None = None) -> tuple[int | No
         return num_frames, *size
 
 
-def read_image(path: str | Path) -> Tensor:
-    """An image file as uint8 `[H, W, 3]`; transparency is put on black."""
-    import torch
-
-    return torch.from_numpy(decode(Path(path), frames=1)[0][0].copy())
-
-
 def write_video(path: str | Path, video: Tensor, *, fps: float = 8) -> None:
     """Write an H.264 mp4 file atomically.
 
