@@ -98,15 +98,16 @@ def test_an_experiment_file_cannot_either(runs, command_line, tmp_path):
     (tmp_path / "experiment").mkdir()
     before = contents(runs.output)
     nodes = {
-        "callbacks": {"checkpoint": {"run_dir": str(folder)}},
-        "hydra": {"output_subdir": str(folder)},
+        "callbacks.": {"callbacks": {"checkpoint": {"run_dir": str(folder)}}},
+        "hydra.": {"hydra": {"output_subdir": str(folder)}},
+        "overwrite=true stands in a file": {"run_dir": str(folder), "overwrite": True},
     }
     for name, node in nodes.items():
-        (tmp_path / "experiment" / "shared.yaml").write_text("# @package _global_\n" + yaml.safe_dump({name: node}))
+        (tmp_path / "experiment" / "shared.yaml").write_text("# @package _global_\n" + yaml.safe_dump(node))
         words = (f"--config-dir={tmp_path}", "experiment=shared", f"output_dir={runs.output}", "run=other")
         status, _, err = command_line("train", *TINY_OVERRIDES, *words, "dry_run=true")
         assert status == 1, name
-        assert [line for line in err.splitlines() if line.startswith(f"error: {name}.")], err
+        assert [line for line in err.splitlines() if line.startswith(f"error: {name}")], err
     assert contents(runs.output) == before
 
 
