@@ -22,6 +22,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor
 
 from benchmarks.toy.distill_report import MEASURES, RECONSTRUCTIONS, draw, show
+from benchmarks.toy.frechet import latent_distance, refuse_too_few
 from benchmarks.toy.score import CHANCE, score
 from benchmarks.toy.study import parse_counts, study_parser, train_all, write_json
 from vsa.attention.full import FullAttention
@@ -30,7 +31,6 @@ from vsa.checkpoints.run_checkpoint import resolve_checkpoint
 from vsa.data.codecs import HaarCodec
 from vsa.data.toy_videos import caption_of, clip_attributes, evaluation_prompts, render_clip
 from vsa.errors import one_line_errors
-from vsa.evaluation.latent_distance import latent_distance, refuse_too_few
 from vsa.sampling.pipeline import (
     LoadedRun,
     ProgressFn,

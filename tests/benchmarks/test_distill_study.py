@@ -14,11 +14,11 @@ from hydra import compose, initialize_config_dir
 from PIL import Image
 
 from benchmarks.toy import distill, study
+from benchmarks.toy.frechet import latent_distance
 from tests import states
 from vsa.checkpoints.run_checkpoint import resolve_checkpoint
 from vsa.config import build, config_folder
 from vsa.data.toy_videos import evaluation_prompts, render_clip, score_clip
-from vsa.evaluation.latent_distance import latent_distance
 from vsa.sampling.pipeline import generate, load_run
 from vsa.sweeps.job_queue import Job, Slot
 

@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.toy.frechet import frechet_distance, latent_distance, latent_features
 from vsa.data.codecs import HaarCodec
 from vsa.data.toy_videos import render_clip
-from vsa.evaluation.latent_distance import frechet_distance, latent_distance, latent_features
 
 CLIPS = 136
 

@@ -1,0 +1,88 @@
+"""A Fréchet distance of many clips by their latents, without a learned network.
+
+N clips, C T H W latent channels, frames and size, F features.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from vsa.evaluation.latent_distance import cells, check_features
+
+CLIPS_PER_FEATURE = 4
+"""Smallest number of clips per feature; with fewer, the covariance would be mostly noise."""
+
+
+def frechet_distance(features: Tensor, reference: Tensor) -> float:
+    """Squared Fréchet distance between the Gaussians fitted to two sets: |m - n|^2 + tr(A + B - 2 (A B)^(1/2)).
+
+    m, n and A, B are means and unbiased covariances, in float64. The trace of (A B)^(1/2) is the sum of the singular
+    values of A^(1/2) B^(1/2), whose roots come from eigen-decompositions of symmetric matrices. Source: Dowson and
+    Landau, "The Fréchet distance between multivariate normal distributions" (1982); Heusel et al. (2017), equation 6.
+
+    Args:
+        features: `[N, F]`.
+        reference: `[M, F]`.
+    """
+    check_features(features, reference)
+    fits = []
+    for rows in (features.double(), reference.double()):
+        mean = rows.mean(0)
+        covariance = (rows - mean).T @ (rows - mean) / (len(rows) - 1)
+        values, vectors = torch.linalg.eigh(covariance)
+        # rounding can make zero eigenvalues negative
+        fits.append((mean, covariance, (vectors * values.clamp_min(0).sqrt()) @ vectors.T))
+    (m, a, root_a), (n, b, root_b) = fits
+    spread = a.trace() + b.trace() - 2 * torch.linalg.svdvals(root_a @ root_b).sum()
+    return float(((m - n).square().sum() + spread).clamp_min(0))
+
+
+def refuse_too_few(clips: int, channels: int) -> None:
+    """Raise ValueError for too few clips to have a feature besides those of the channels."""
+    least = CLIPS_PER_FEATURE * (2 * channels + 1)
+    if clips < least:
+        raise ValueError(f"a latent distance of {channels} channels needs at least {least} clips, got {clips}")
+
+
+def latent_features(latents: Tensor) -> Tensor:
+    """Features of clips for `latent_distance`: N/4 numbers per clip.
+
+    They are the mean and the standard deviation of every channel over time, height and width (2 C numbers: colour,
+    contrast, blur and noise), and N/4 - 2 C numbers for the content by position and time: the latents averaged over the
+    cells of a grid of 4 x 4 x 4 (`CELLS`) and multiplied by a fixed matrix of orthonormal columns, the Q of a Gaussian
+    matrix drawn with seed 0.
+
+    Args:
+        latents: `[N, C, T, H, W]`, normalised.
+
+    Returns:
+        float64 `[N, F]` on the CPU, F = N/4 rounded down (less where the grid has fewer cells).
+    """
+    if latents.ndim != 5:
+        raise ValueError(f"latents must be [N, C, T, H, W], got {list(latents.shape)}")
+    clips, channels = latents.shape[:2]
+    refuse_too_few(clips, channels)
+    count = clips // CLIPS_PER_FEATURE - 2 * channels
+    latents = latents.detach().cpu().double()
+    flat = latents.flatten(2)
+    coarse = cells(latents)
+    if coarse.shape[1] > count:
+        gaussian = torch.randn(coarse.shape[1], count, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        coarse = coarse @ torch.linalg.qr(gaussian).Q
+    return torch.cat([flat.mean(2), flat.std(2, correction=0), coarse], 1)
+
+
+def latent_distance(latents: Tensor, reference: Tensor) -> float:
+    """Squared Fréchet distance between the features of two sets of clips; see `latent_features`.
+
+    Distances with another number of clips or another latent shape are not comparable. By sampling, two sets of one
+    distribution have a distance above 0: compare with the distance of two independent real sets.
+
+    Args:
+        latents: `[N, C, T, H, W]`, normalised.
+        reference: the same shape, normalised with the same statistics.
+    """
+    if latents.shape != reference.shape:
+        raise ValueError(f"latents must have one shape, got {list(latents.shape)} and {list(reference.shape)}")
+    return frechet_distance(latent_features(latents), latent_features(reference))
