@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from scripts.soak.data import edit_index, forge, forgeries
 from tests.data.conftest import write_dataset
+from tests.forged_samples import edit_index, forge, forgeries
 from vsa.data.codecs import HaarCodec
 from vsa.data.datamodule import LatentDataModule
 from vsa.data.shards import LatentReader

@@ -204,7 +204,9 @@ class CheckedConfigLoader(ConfigLoaderImpl):
         cfg = super().load_configuration(*args, **kwargs)
         check_hydra(cfg.hydra)
         run_folder_of(cfg)
-        typed = {word.lstrip("+").partition("=")[0] for word in cfg.hydra.overrides.task}
+        # unresolved, since a typed value may refer to another setting
+        words: Any = OmegaConf.to_container(cfg.hydra.overrides.task, resolve=False)
+        typed = {str(word).lstrip("+").partition("=")[0] for word in words}
         if cfg.get("overwrite") and "overwrite" not in typed:
             raise ValueError("overwrite=true stands in a file, expected it on the command line: it deletes a run")
         if self.sweep is None and cfg.hydra.mode == RunMode.MULTIRUN:
