@@ -4,7 +4,6 @@ import re
 from pathlib import Path
 
 import torch
-import yaml
 
 from vsa.attention.context import AttnContext
 from vsa.attention.layout import Segment
@@ -51,11 +50,3 @@ def test_the_codec_keeps_its_protocol():
     check_frames(codec, 3)
     assert latents.shape == codec.latent_shape(*video.shape[:3])
     assert torch.equal(codec.decode(latents), video)
-
-
-def test_the_configs_are_yaml_with_the_keys_of_the_text():
-    blocks = [yaml.safe_load(b) for b in re.findall(r"```yaml\n(.*?)```", TEXT, re.DOTALL)]
-    assert [sorted(b) for b in blocks] == [
-        ["_convert_", "_partial_", "_target_", "reach", "tile_thw"],
-        ["attention", "defaults", "name", "sparsity"],
-    ]

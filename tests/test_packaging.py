@@ -87,5 +87,3 @@ def test_natten_that_cannot_be_installed_is_one_line(tmp_path, fails):
     ] * fails
     calls = (tmp_path / "calls").read_text()
     assert ("--no-build-isolation --no-deps " + requirement in calls) != fails
-    assert f"pip install --no-build-isolation {requirement}" in (ROOT / "CONTRIBUTING.md").read_text()
-    assert re.search("^test-all:.* natten$", (ROOT / "Makefile").read_text(), re.M)
