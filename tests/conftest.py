@@ -9,6 +9,8 @@ from importlib.util import find_spec
 
 import pytest
 
+pytest_plugins = ["tests.soak.plugin"]
+
 # how wide and how coloured help and tables are is decided when their libraries are imported, also by these
 for name in ("COLUMNS", "LINES", "GITHUB_ACTIONS", "FORCE_COLOR", "PY_COLORS", "NO_COLOR", "TTY_COMPATIBLE"):
     os.environ.pop(name, None)

@@ -141,37 +141,6 @@ def deleted_keys(folder: Path, tries: int, seed: int) -> Attempts:
         raise RuntimeError(f"the checkpoint itself is refused: {control}")
 
 
-# retention
-
-
-def retention(folder: Path, tries: int, seed: int) -> Attempts:
-    """A random sequence of saves and damage per try: once two good checkpoints exist, two are always left."""
-
-    def attempt(number: int) -> str | None:
-        draw, place = random.Random(seed * 1_000_003 + number), folder / str(number)
-        keep, good = draw.choice([2, 2, 3, 5]), set[str]()
-        for step in range(1, draw.randrange(4, 14)):
-            checkpoint = write_checkpoint(place, {"model": {"w": torch.full((8,), float(step))}}, {"step": step})
-            prune_checkpoints(place, checkpoint, keep)
-            before, good = len(good), good | {checkpoint.name}
-            names = {path.name for path in list_checkpoints(place) if is_good(path)}
-            if not set(sorted(good)[-2:]) <= names or len(names) < min(2, before + 1):
-                return f"step {step}: {sorted(names)} of the good {sorted(good)} are left"
-            good &= names
-            while good and draw.random() < 0.4:
-                broken = draw.choice(sorted(good))
-                file = place / broken / draw.choice(["model.safetensors", "state.json"])
-                data = bytearray(file.read_bytes())
-                data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
-                file.write_bytes(data[: draw.choice([len(data), draw.randrange(len(data))])])
-                good.discard(broken)
-        shutil.rmtree(place)
-        return None
-
-    for number in range(tries):
-        yield f"sequence {number}", attempt(number)
-
-
 def going_back(folder: Path, tries: int, seed: int) -> Attempts:
     """Resume from an older checkpoint and stop early: `last` follows the resumed run, and no checkpoint is lost."""
     draw = random.Random(seed)
@@ -296,7 +265,6 @@ ROWS: tuple[Row, ...] = (
     Row(name="checkpoint: edits of state.json", tries=50, short_tries=10, run=edits),
     Row(name="checkpoint: other content in state.json", tries=50, short_tries=9, run=contents),
     Row(name="checkpoint: a key is missing", tries=66, short_tries=2, run=deleted_keys),
-    Row(name="checkpoint: retention after random damage", tries=300, short_tries=3, run=retention),
     Row(name="checkpoint: going back", tries=20, short_tries=1, run=going_back),
     Row(name="checkpoint: kill -9 inside a save", tries=60, short_tries=2, run=kills),
     Row(name="checkpoint: disk full at a random byte", tries=50, short_tries=5, run=full_disk),
