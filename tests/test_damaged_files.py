@@ -25,11 +25,11 @@ from vsa.data.pretrained import weights_digest
 from vsa.data.remote import RemoteError
 from vsa.data.stream import open_index
 from vsa.evaluation.comparison.captures import Capture, Captures, load_captures, save_captures
-from vsa.pages.page import section_html
+from vsa.pages.page import table_html
 from vsa.reports import run_page
 from vsa.reports.clips import run_clip_table
 from vsa.reports.run_page import write_run_page
-from vsa.reports.run_tables import cost_section, environment_section, faults_section, starts_section
+from vsa.reports.run_tables import cost_table, environment_table, faults_table, starts_table
 from vsa.reports.runs import find_runs, read_run
 from vsa.sweeps.points import Point
 from vsa.sweeps.record import SweepRecord
@@ -166,8 +166,8 @@ def test_what_decorates_a_page_is_left_out(run: Path, name: str, tmp_path: Path)
         elif name == "score.json":
             run_page._score(one)
         else:
-            sections = (starts_section(one), environment_section(one), cost_section(one), faults_section(one))
-            assert "".join(map(section_html, filter(None, sections))) + "".join(run_page._careful(one))
+            tables = (starts_table(one), environment_table(one), cost_table(one), faults_table(one))
+            assert "".join(map(table_html, filter(None, tables))) + "".join(run_page._careful(one))
 
     path = next(run.rglob(name))
     # no error at all

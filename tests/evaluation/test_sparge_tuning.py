@@ -19,8 +19,8 @@ from vsa.attention.sparge.method import SpargeAttention
 from vsa.data.toy_videos import render_clip
 from vsa.data.video_files import write_video
 from vsa.evaluation import sparge_tuning
-from vsa.evaluation.comparison import folder
 from vsa.evaluation.comparison.captures import Capture, Captures, load_captures, save_captures
+from vsa.pages import page
 
 GRIDS = ((2, 4, 6), (3, 4, 4))
 SMALL = ["--q-tokens", "8", "--kv-tokens", "4", "--taus", "0.5,0.9", "--thetas", "-1,0.3", "--thresholds", "-1,-4"]
@@ -34,7 +34,7 @@ def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
         path.touch()
         return path
 
-    for module in (sparge_tuning, folder):
+    for module in (sparge_tuning, page):
         monkeypatch.setattr(module, "draw_panel", touch)
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from vsa.pages.charts import Panel, Series, plotly_panel
-from vsa.pages.page import Cell, Section, Table, page, section_html
+from vsa.pages.page import Cell, Page, Table
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 ROWS = [
@@ -34,11 +34,9 @@ def test_points_are_called_by_their_labels():
 @pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium here")
 def test_a_click_on_a_heading_sorts_the_table(tmp_path: Path):
-    cells = [[Cell(text=name), Cell(text=value, sub="77"), Cell(text=size)] for name, value, size in ROWS]
-    table = Table(headings=[("name", ""), ("value", ""), ("size", "")], rows=cells)
-    section = section_html(Section(title="t", note="", table=table))
-    text = page(title="t", facts={}, careful=[], body=[section], charts=[], footer="")
-    (tmp_path / "page.html").write_text(text, encoding="utf-8")
+    page = Page(tmp_path / "page.html", title="t")
+    page.table(Table(["name", "value", "size"], [[name, Cell(value, "77"), size] for name, value, size in ROWS]))
+    page.write()
     # what is clicked stands outside of the page: its own policy runs no other script
     (tmp_path / "frame.html").write_text(
         '<iframe src="page.html" style="width:900px;height:500px"></iframe><pre></pre><script>'

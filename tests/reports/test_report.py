@@ -34,7 +34,7 @@ def pictures_left_out(monkeypatch):
         path.touch()
         return path
 
-    monkeypatch.setattr(report_module, "draw_panel", touch)
+    monkeypatch.setattr("vsa.pages.page.draw_panel", touch)
 
 
 def test_report_draws_the_loss_of_each_run(tmp_path: Path, capsys):

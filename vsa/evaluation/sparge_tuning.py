@@ -21,9 +21,9 @@ from vsa.data.video_files import IMAGE_SUFFIXES, VIDEO_SUFFIXES
 from vsa.errors import refuse_unwritable, usable_device
 from vsa.evaluation.comparison.captures import Capture, capture_clips, load_captures
 from vsa.evaluation.inspection.clip import open_clip, open_inspected
-from vsa.files import file_digest, read_csv, write_whole
+from vsa.files import file_digest, read_csv
 from vsa.pages.charts import Chart, Panel, Series, draw_panel, write_csv
-from vsa.pages.page import Cell, Section, Table, figure_html, page, section_html
+from vsa.pages.page import Cell, Page, Table
 from vsa.progress import progress_bar
 
 FILE, PAGE, DATA = "tuned.json", "tuning.html", "tuning"
@@ -270,10 +270,8 @@ def _read_points(folder: Path, layer: int) -> list[Point]:
 
 def _write_page(folder: Path, tuned: Tuned, bounds: Mapping[str, float]) -> None:
     chart = error_chart(tuned, {layer: _read_points(folder, layer) for layer in tuned.found}, bounds)
-    write_csv(folder / DATA / f"{chart.key}.csv", chart.columns, chart.rows)
-    picture = draw_panel(chart.panels["all layers",], folder / DATA / f"{chart.key}.png", title=chart.title)
-    table = Section(title="By layer", note="Settings of every head: " + FILE, table=layer_table(tuned))
-    text = page(
+    page = Page(
+        folder / PAGE,
         title="SpargeAttn tuned",
         facts={
             "model": f"{tuned.layers} layers of {tuned.heads} heads x {tuned.head_dim}",
@@ -281,12 +279,13 @@ def _write_page(folder: Path, tuned: Tuned, bounds: Mapping[str, float]) -> None
             "bounds": f"error below {bounds['l1']:g} after the first stage, below {bounds['l2']:g} after the second",
             "q, k, v": f"{tuned.made['source']}, {tuned.made['dtype']}",
         },
-        careful=CAREFUL,
-        body=[figure_html(chart, picture, f"{DATA}/{chart.key}.csv"), section_html(table)],
-        charts=[chart],
-        footer=f"Everything that was tried, by layer: {DATA}/. To use: attention=sparge attention.tuned={FILE}",
+        warnings=CAREFUL,
+        folder=DATA,
     )
-    write_whole(folder / PAGE, text)
+    picture = draw_panel(chart.panels["all layers",], folder / DATA / f"{chart.key}.png", title=chart.title)
+    page.chart(chart, picture=picture)
+    page.table(layer_table(tuned))
+    page.write(f"Everything that was tried, by layer: {DATA}/. To use: attention=sparge attention.tuned={FILE}")
 
 
 def error_chart(tuned: Tuned, tried: Mapping[int, Sequence[Point]], bounds: Mapping[str, float]) -> Chart:
@@ -310,6 +309,7 @@ def error_chart(tuned: Tuned, tried: Mapping[int, Sequence[Point]], bounds: Mapp
         note="Chosen is the highest sparsity below the bounds; a line joins what of a head's settings no other one "
         "beats in both. Lower and further right is better.",
         panels=panels,
+        drawn=(),
         switches=("layers",),
         columns=("layer", "head", "tau", "theta", "threshold", "sparsity", "error"),
         rows=[
@@ -377,4 +377,4 @@ def layer_table(tuned: Tuned) -> Table:
             Cell(text=str(sum(h.tau == 1 and h.threshold is None for h in heads))),
         ]
         rows.append([Cell(text=str(layer)), *texts])
-    return Table(headings=headings, rows=rows)
+    return Table(headings, rows, title="By layer", note="Settings of every head: " + FILE)

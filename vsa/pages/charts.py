@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -102,15 +102,17 @@ class Chart:
         panels: panels by key; the first one is shown first.
         columns: columns of the CSV.
         rows: rows of the CSV.
+        drawn: keys of the panels that are also written as PNG; None for all.
     """
 
     key: str
     title: str
     note: str
     panels: Mapping[tuple[str, ...], Panel | Heat]
-    columns: Sequence[str]
-    rows: Iterable[Sequence[Any]]
-    switches: Sequence[str] = field(default=())
+    columns: Sequence[str] = ()
+    rows: Iterable[Sequence[Any]] = ()
+    switches: Sequence[str] = ()
+    drawn: Iterable[tuple[str, ...]] | None = None
 
 
 def thinned(count: int, most: int) -> np.ndarray:

@@ -4,34 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from html import escape
 from pathlib import Path
 from statistics import fmean
 
 from vsa.files import is_regular, read_json
-from vsa.pages.page import data_uri
+from vsa.pages.page import Clips
 from vsa.reports.runs import Run
 from vsa.reports.variants import Variant
 from vsa.sampling.sample_writer import DATA_CLIPS
 
 
-@dataclass(frozen=True, kw_only=True)
-class ClipTable:
-    """Clips of variants by prompt.
-
-    Args:
-        headings: one per column: its variant, and the step and set of the clips.
-        rows: the GIF of each column by prompt, None if a run has no clip of it.
-        left_out: number of prompts that did not fit into the page.
-    """
-
-    headings: Sequence[tuple[str, str]]
-    rows: Mapping[str, Sequence[Path | None]]
-    left_out: int
-
-
-def clip_table(variants: Sequence[Variant], *, most_bytes: float) -> ClipTable:
+def clip_table(variants: Sequence[Variant], *, most_bytes: float) -> Clips:
     """The newest clips of each variant, from its first run with clips.
 
     Args:
@@ -68,7 +51,7 @@ def newest_clips(run: Run) -> dict[str, dict[str, Path]]:
     return {}
 
 
-def run_clip_table(run: Run, *, most_bytes: float) -> ClipTable:
+def run_clip_table(run: Run, *, most_bytes: float) -> Clips:
     """The newest clips of a run beside real clips of the same captions and their reconstructions by the codec.
 
     Args:
@@ -98,7 +81,7 @@ def run_clip_table(run: Run, *, most_bytes: float) -> ClipTable:
     return _fitting(columns, most_bytes)
 
 
-def _fitting(columns: Mapping[tuple[str, str], Mapping[str, Path]], most_bytes: float) -> ClipTable:
+def _fitting(columns: Mapping[tuple[str, str], Mapping[str, Path]], most_bytes: float) -> Clips:
     prompts = list(dict.fromkeys(prompt for clips in columns.values() for prompt in clips))
     # prompts that most columns have come first, because they can be compared
     prompts.sort(key=lambda prompt: -sum(prompt in clips for clips in columns.values()))
@@ -111,25 +94,4 @@ def _fitting(columns: Mapping[tuple[str, str], Mapping[str, Path]], most_bytes: 
         if total > most_bytes:
             break
         rows[prompt] = paths
-    return ClipTable(headings=list(columns), rows=rows, left_out=len(prompts) - len(rows))
-
-
-def clips_html(clips: ClipTable, *, title: str, note: str) -> str:
-    """The section of the clips as HTML, empty without clips."""
-    if not clips.rows:
-        return ""
-    head = "".join(f'<th>{escape(name)}<span class="sub">{escape(label)}</span></th>' for name, label in clips.headings)
-    rows = "".join(
-        f"<tr><td>{escape(prompt)}</td>{''.join(_clip(path, prompt) for path in paths)}</tr>"
-        for prompt, paths in clips.rows.items()
-    )
-    omission_note = f" {clips.left_out} more prompts did not fit into the page (--clips-mb)." if clips.left_out else ""
-    return (
-        f'<section class="clips"><h2>{escape(title)}</h2><p class="note">{escape(note)}{omission_note}</p>'
-        f'<div class="scroll"><table><thead><tr><th>prompt</th>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
-        "</section>"
-    )
-
-
-def _clip(path: Path | None, prompt: str) -> str:
-    return "<td></td>" if path is None else f'<td><img src="{data_uri(path, "image/gif")}" alt="{escape(prompt)}"></td>'
+    return Clips(headings=list(columns), rows=rows, left_out=len(prompts) - len(rows))

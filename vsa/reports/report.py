@@ -13,11 +13,10 @@ from rich.table import Table as Printed
 
 from vsa.errors import refuse_unwritable
 from vsa.evaluation.figures import health_curves, loss_curve
-from vsa.files import own_folder, write_whole
-from vsa.pages.charts import draw_panel, write_csv
-from vsa.pages.page import Section, figure_html, list_html, page, section_html
+from vsa.files import own_folder
+from vsa.pages.page import Page
 from vsa.reports import tables
-from vsa.reports.clips import clip_table, clips_html
+from vsa.reports.clips import clip_table
 from vsa.reports.figures import charts
 from vsa.reports.header import differences, facts, not_shown
 from vsa.reports.run_page import MEGABYTE, PAGE, write_run_page
@@ -65,44 +64,34 @@ def report(folders: Sequence[Path], *, out: Path | None = None, clips_mb: float 
 def write_report(root: Path, runs: Sequence[Run], missing: Sequence[Missing], *, out: Path, clips_mb: float) -> Path:
     """Write the page of a comparison with its CSVs and PNGs; see `report`."""
     variants = compared(group(runs))
-    folder = out / DATA
-    chart_pictures = []
-    for chart in charts(variants):
-        write_csv(folder / f"{chart.key}.csv", chart.columns, chart.rows)
-        pictures = [
-            draw_panel(panel, folder / f"{'-'.join((chart.key, *key))}.png", title=f"{chart.title}, {root.name}")
-            for key, panel in chart.panels.items()
-        ]
-        chart_pictures.append((chart, pictures[0]))
-    write_csv(folder / "variants.csv", *tables.variant_rows(variants))
-    write_csv(folder / "runs.csv", tables.RUN_COLUMNS, tables.run_rows(variants))
-    results = Section(
-        title="Results",
-        note=_results_note(variants),
-        table=tables.variant_table(variants),
-        data=f"{DATA}/variants.csv",
-    )
-    missed = list_html(not_shown(variants, [chart.key for chart, _ in chart_pictures]), "missing")
-    text = page(
+    page = Page(
+        out / PAGE,
         title=f"Runs in {root.name}",
         facts=facts(root, runs, variants, missing),
-        careful=differences(runs, missing),
-        body=[
-            section_html(results),
-            *(figure_html(chart, picture, f"{DATA}/{chart.key}.csv") for chart, picture in chart_pictures),
-            clips_html(
-                clip_table(variants, most_bytes=clips_mb * MEGABYTE),
-                title="Sampled clips",
-                note="The newest clips of each variant, of its first run that has clips.",
-            ),
-            *(section_html(section) for section in _sections(variants, missing, folder)),
-            f"<section><h2>Not shown</h2>{missed}</section>" if missed else "",
-        ],
-        charts=[chart for chart, _ in chart_pictures],
-        footer=f"Every figure as CSV and PNG: {DATA}/",
+        warnings=differences(runs, missing),
+        folder=DATA,
+        subject=root.name,
     )
-    write_whole(out / PAGE, text)
-    return out / PAGE
+    page.table(
+        tables.variant_table(variants, note=_results_note(variants)),
+        data=page.csv("variants", *tables.variant_rows(variants)),
+    )
+    drawn = charts(variants)
+    for chart in drawn:
+        page.chart(chart)
+    clips = clip_table(variants, most_bytes=clips_mb * MEGABYTE)
+    page.clips("Sampled clips", "The newest clips of each variant, of its first run that has clips.", clips)
+    if (rates := tables.lr_table(variants)) is not None:
+        page.table(rates, data="learning_rate.csv")
+    if (sparsity := tables.sparsity_table(variants)) is not None:
+        points, rows = tables.sparsity_rows(variants)
+        named_rows = [[variant.name, *row] for variant, row in zip(variants, rows, strict=True)]
+        page.table(sparsity, data=page.csv("sparsity_points", ("variant", *points), named_rows))
+    if missing:
+        page.table(tables.missing_table(missing))
+    page.table(tables.run_table(variants), data=page.csv("runs", tables.RUN_COLUMNS, tables.run_rows(variants)))
+    page.missing(not_shown(variants, [chart.key for chart in drawn]))
+    return page.write(f"Every figure as CSV and PNG: {DATA}/")
 
 
 def _results_note(variants: Sequence[Variant]) -> str:
@@ -115,27 +104,6 @@ def _results_note(variants: Sequence[Variant]) -> str:
         "the shared validation samples, seed by seed. Its interval covers the choice of samples for these runs; the "
         "spread below the loss covers the choice of seeds."
     )
-
-
-def _sections(variants: Sequence[Variant], missing: Sequence[Missing], folder: Path) -> list[Section]:
-    sections = []
-    rates, sparsity = tables.lr_table(variants), tables.sparsity_table(variants)
-    if rates is not None:
-        note = "Mean loss over the seeds at which several rates were tried; the rate with the lowest loss is chosen."
-        sections.append(Section(title="Learning rates tried", note=note, table=rates, data=f"{DATA}/learning_rate.csv"))
-    if sparsity is not None:
-        points, rows = tables.sparsity_rows(variants)
-        named_rows = [[variant.name, *row] for variant, row in zip(variants, rows, strict=True)]
-        write_csv(folder / "sparsity_points.csv", ("variant", *points), named_rows)
-        note = "The same weights validated with other numbers of tiles; below: change relative to the current number."
-        sections.append(
-            Section(title="Tiles at inference", note=note, table=sparsity, data=f"{DATA}/sparsity_points.csv")
-        )
-    if missing:
-        note = "Runs that are not compared above, or that ended with an error."
-        sections.append(Section(title="Failed, refused and waiting", note=note, table=tables.missing_table(missing)))
-    sections.append(Section(title="All runs", note="", table=tables.run_table(variants), data=f"{DATA}/runs.csv"))
-    return sections
 
 
 def _draw_loss(run: Run) -> None:

@@ -6,20 +6,20 @@ from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 
-from vsa.files import is_regular, read_json, write_whole
-from vsa.pages.page import figure_html, list_html, page, picture_html, section_html
-from vsa.reports.clips import clips_html, run_clip_table
+from vsa.files import is_regular, read_json
+from vsa.pages.page import Page
+from vsa.reports.clips import run_clip_table
 from vsa.reports.header import shown_path
 from vsa.reports.run_charts import run_charts
 from vsa.reports.run_tables import (
-    checkpoints_section,
-    cost_section,
+    checkpoints_table,
+    cost_table,
     duration,
-    environment_section,
+    environment_table,
     faults,
-    faults_section,
-    settings_sections,
-    starts_section,
+    faults_table,
+    settings_tables,
+    starts_table,
 )
 from vsa.reports.runs import METRICS, Run
 from vsa.reports.tables import count, number
@@ -44,37 +44,29 @@ def write_run_page(run: Run, *, out: Path | None = None, clips_mb: float = CLIPS
         Path of the page.
     """
     folder = run.folder if out is None else out
+    page = Page(folder / PAGE, title=f"Run {_title(run)}", facts=_facts(run), warnings=[*_careful(run)])
     charts = run_charts(run)
     beside = METRICS if folder.resolve() == run.folder else ""
+    for chart in charts[:1]:
+        page.chart(chart, data=beside, picture=_picture(run, chart.key))
     clips = run_clip_table(run, most_bytes=clips_mb * MEGABYTE)
-    attention = run.folder / "attention.png"
-    tables = (cost_section(run), faults_section(run), starts_section(run), checkpoints_section(run))
-    last = (environment_section(run), *settings_sections(run))
-    missed = list_html([*_not_shown(run, [chart.key for chart in charts], clips.rows, attention)], "missing")
-    text = page(
-        title=f"Run {_title(run)}",
-        facts=_facts(run),
-        careful=[*_careful(run)],
-        body=[
-            *(figure_html(chart, _picture(run, chart.key), beside) for chart in charts[:1]),
-            clips_html(
-                clips,
-                title="Clips",
-                note="The newest sampled clips, real clips of the same captions, and their reconstructions by the "
-                "codec, which limit the sharpness of every model that is trained on its latents.",
-            ),
-            *(figure_html(chart, None, beside) for chart in charts[1:]),
-            picture_html("Attention", "The tiles that a few query tiles of a sampled clip attend to.", attention)
-            if is_regular(attention, inside=run.folder)
-            else "",
-            *(section_html(section) for section in (*tables, *last) if section is not None),
-            f"<section><h2>Not shown</h2>{missed}</section>" if missed else "",
-        ],
-        charts=charts,
-        footer=f"Written {datetime.now().astimezone().isoformat(sep=' ', timespec='minutes')}",
+    page.clips(
+        "Clips",
+        "The newest sampled clips, real clips of the same captions, and their reconstructions by the codec, which "
+        "limit the sharpness of every model that is trained on its latents.",
+        clips,
     )
-    write_whole(folder / PAGE, text)
-    return folder / PAGE
+    for chart in charts[1:]:
+        page.chart(chart, data=beside)
+    attention = run.folder / "attention.png"
+    if is_regular(attention, inside=run.folder):
+        page.picture("Attention", "The tiles that a few query tiles of a sampled clip attend to.", attention)
+    tables = (cost_table(run), faults_table(run), starts_table(run), checkpoints_table(run), environment_table(run))
+    for table in (*tables, *settings_tables(run)):
+        if table is not None:
+            page.table(table)
+    page.missing([*_not_shown(run, [chart.key for chart in charts], clips.rows, attention)])
+    return page.write(f"Written {datetime.now().astimezone().isoformat(sep=' ', timespec='minutes')}")
 
 
 def _title(run: Run) -> str:

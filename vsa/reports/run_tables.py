@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from datetime import datetime
 from typing import Any
 
@@ -11,7 +11,7 @@ import numpy as np
 
 from vsa.checkpoints.run_checkpoint import list_checkpoints, step_of
 from vsa.config import check_targets, target_class
-from vsa.pages.page import Cell, Section, Table
+from vsa.pages.page import Cell, Table
 from vsa.reports.runs import Run, code_versions
 from vsa.reports.tables import count, number
 from vsa.reports.variants import shown
@@ -23,8 +23,8 @@ _FOLDERS = (".run_dir", ".root_dir", ".save_dir")
 _HYDRA = ("._partial_", "._convert_", "._recursive_")
 
 
-def settings_sections(run: Run) -> list[Section]:
-    """Two foldable sections: settings that differ from the defaults of their classes, and all others."""
+def settings_tables(run: Run) -> list[Table]:
+    """Two foldable tables: settings that differ from the defaults of their classes, and all others."""
     if not run.settings:
         return []
     defaults = _defaults(run.settings)
@@ -35,17 +35,13 @@ def settings_sections(run: Run) -> list[Section]:
         ("Settings of this run", "Settings that differ from the defaults of their classes.", False),
         ("Settings left at their defaults", "", True),
     )
-    sections = []
+    tables = []
     for (title, note, folded), keys in zip(parts, (settings.keys() - usual, usual), strict=True):
-        rows = [
-            [Cell(text=key.removesuffix("._target_")), Cell(text=shown(settings[key]), long=True)]
-            for key in settings
-            if key in keys
-        ]
+        rows = [[key.removesuffix("._target_"), shown(settings[key])] for key in settings if key in keys]
         if rows:
             heading = f"{title} ({len(rows)})"
-            sections.append(Section(title=heading, note=note, table=_pairs("setting", "value", rows), folded=folded))
-    return sections
+            tables.append(Table(["setting", "value"], rows, title=heading, note=note, long=[-1], folded=folded))
+    return tables
 
 
 def _defaults(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -70,7 +66,7 @@ def _defaults(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {**dict.fromkeys(plain), "resume.allow": "[]", **defaults}
 
 
-def environment_section(run: Run) -> Section | None:
+def environment_table(run: Run) -> Table | None:
     """Code, versions and devices as recorded by the starts of the run; older runs recorded only the code."""
     facts = {"code": ", ".join(code_versions([run]))} if run.manifest else {}
     environments = [start.get("environment") for start in run.starts]
@@ -83,8 +79,7 @@ def environment_section(run: Run) -> Section | None:
         )
     if not facts:
         return None
-    rows = [[Cell(text=name), Cell(text=text, long=True)] for name, text in facts.items()]
-    return Section(title="Environment", note="", table=_pairs("what", "of this run", rows), folded=False)
+    return Table(["what", "of this run"], [*facts.items()], title="Environment", long=[-1], folded=False)
 
 
 def _listed(value: Any) -> str:
@@ -93,7 +88,7 @@ def _listed(value: Any) -> str:
     return "" if value is None else str(value)
 
 
-def starts_section(run: Run) -> Section | None:
+def starts_table(run: Run) -> Table | None:
     """Table of all starts of the run, the first one and resumes."""
     if not run.starts:
         return None
@@ -107,19 +102,16 @@ def starts_section(run: Run) -> Section | None:
         texts = [str(place + 1), start_time[:19], str(start.get("step", "")), "" if end is None else str(end)]
         spent = seconds_between(start_time, end_time)
         took = "" if spent is None else duration(spent)
-        rows.append([*(Cell(text=text) for text in (*texts, took)), Cell(text=how, sub=reason, long=True)])
-    headings = [("start", ""), ("began", ""), ("from step", ""), ("to step", ""), ("took", ""), ("ended", "")]
+        rows.append([*texts, took, Cell(how, reason)])
+    headings = ["start", "began", "from step", "to step", "took", "ended"]
     note = "A resumed run continues from a checkpoint, bit for bit as without the interruption."
-    return Section(title="Starts and resumes", note=note, table=Table(headings=headings, rows=rows))
+    return Table(headings, rows, title="Starts and resumes", note=note, long=[-1])
 
 
-def faults_section(run: Run) -> Section:
+def faults_table(run: Run) -> Table:
     """Table of the recorded faults and how they were handled."""
-    rows = [[Cell(text=what), Cell(text=many), Cell(text=then, long=True)] for what, many, then in faults(run)]
-    if not rows:
-        rows = [[Cell(text="none"), Cell(text=""), Cell(text="No faults were recorded.", long=True)]]
-    headings = [("fault", ""), ("count", ""), ("what was done", "")]
-    return Section(title="Faults", note="", table=Table(headings=headings, rows=rows))
+    rows = [*faults(run)] or [("none", "", "No faults were recorded.")]
+    return Table(["fault", "count", "what was done"], rows, title="Faults", long=[-1])
 
 
 def faults(run: Run) -> Iterator[tuple[str, str, str]]:
@@ -165,7 +157,7 @@ def _steps(steps: np.ndarray) -> str:
     return f"step{'s' * (len(steps) > 1)} {shown_steps}" + (f" and {len(steps) - 6} more" if len(steps) > 6 else "")
 
 
-def cost_section(run: Run) -> Section | None:
+def cost_table(run: Run) -> Table | None:
     """Time, FLOPs, tokens and device-hours."""
     at = np.array([run.steps])
     spent = {what: run.spent(what, at) for what in ("seconds", "flops", "tokens")}
@@ -196,8 +188,7 @@ def cost_section(run: Run) -> Section | None:
     size = sum(path.stat().st_size for path in (run.folder / "checkpoints").rglob("*") if path.is_file())
     if size:
         rows.append(("checkpoints on disk", f"{size / 1e6:,.1f} MB", ""))
-    cells = [[Cell(text=what), Cell(text=much), Cell(text=note, long=True)] for what, much, note in rows]
-    return Section(title="Cost", note="", table=Table(headings=[("what", ""), ("how much", ""), ("", "")], rows=cells))
+    return Table(["what", "how much", ""], rows, title="Cost", long=[-1])
 
 
 def _processes(start: Mapping[str, Any]) -> int:
@@ -206,7 +197,7 @@ def _processes(start: Mapping[str, Any]) -> int:
     return num_processes if isinstance(num_processes, int) else 1
 
 
-def checkpoints_section(run: Run) -> Section | None:
+def checkpoints_table(run: Run) -> Table | None:
     """Table of the checkpoints, which can be resumed from or sampled."""
     rows = []
     steps, losses = run.val
@@ -216,22 +207,12 @@ def checkpoints_section(run: Run) -> Section | None:
         before = losses[steps <= step]
         loss = number(float(before[-1]), 4) if len(before) else ""
         size, parts = f"{sum(files.values()) / 1e6:,.1f}", ", ".join(files)
-        rows.append([Cell(text=text) for text in (path.name, str(step), loss, size)] + [Cell(text=parts, long=True)])
+        rows.append([path.name, str(step), loss, size, parts])
     if not rows:
         return None
-    headings = [
-        ("checkpoint", ""),
-        ("step", ""),
-        ("validation loss", "the last one up to it"),
-        ("MB", ""),
-        ("files", ""),
-    ]
+    headings = ["checkpoint", "step", ("validation loss", "the last one up to it"), "MB", "files"]
     note = "ckpt_path=last continues from the newest checkpoint, and vsa sample uses it."
-    return Section(title="Checkpoints", note=note, table=Table(headings=headings, rows=rows))
-
-
-def _pairs(name: str, value: str, rows: Sequence[Sequence[Cell]]) -> Table:
-    return Table(headings=[(name, ""), (value, "")], rows=rows)
+    return Table(headings, rows, title="Checkpoints", note=note, long=[-1])
 
 
 def seconds_between(began: str, ended: str) -> float | None:

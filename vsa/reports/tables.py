@@ -12,12 +12,12 @@ from vsa.reports.statistics import FEWEST_SAMPLES
 from vsa.reports.variants import Variant, reference, shown
 
 
-def variant_table(variants: Sequence[Variant]) -> Table:
+def variant_table(variants: Sequence[Variant], *, note: str = "") -> Table:
     """Variants by final loss, with their difference to the reference, their cost and the settings that differ."""
     partner = reference(variants)
     against = f"mean of the paired differences to {partner.name}, its 95% interval below" if partner else ""
     headings = [
-        ("variant", ""),
+        "variant",
         ("loss", "last validation loss, mean over the seeds; below: standard deviation over the seeds"),
         (f"against {partner.name if partner else ''}", against),
         ("p", "paired t-test over the validation samples, corrected for the number of variants (Holm)"),
@@ -30,34 +30,34 @@ def variant_table(variants: Sequence[Variant]) -> Table:
         *((key.removesuffix("._target_").rpartition(".")[2], key) for key in (variants[0].values if variants else ())),
     ]
     return Table(
-        headings=headings,
-        rows=[_variant_row(place, variant, partner) for place, variant in enumerate(variants)],
+        headings,
+        [_variant_row(place, variant, partner) for place, variant in enumerate(variants)],
+        title="Results",
+        note=note,
         marked=[place for place, variant in enumerate(variants) if variant is partner],
     )
 
 
-def _variant_row(place: int, variant: Variant, partner: Variant | None) -> list[Cell]:
-    difference = variant.difference
-    if variant is partner:
-        against, p = Cell(text="reference"), Cell(text="")
-    elif difference is None:
-        against, p = Cell(text="-", sub=variant.not_paired), Cell(text="")
+def _variant_row(place: int, variant: Variant, partner: Variant | None) -> list[str | Cell]:
+    difference, p = variant.difference, Cell("")
+    if difference is None:
+        against = Cell("reference") if variant is partner else Cell("-", variant.not_paired)
     else:
         interval = f"{difference.low:+.3g} to {difference.high:+.3g}"
-        against = Cell(text=f"{difference.mean:+.3g}", sub=f"{interval}, {difference.samples} samples")
-        p = Cell(text=_p(variant.p_holm), sub=f"needs {FEWEST_SAMPLES} samples" if variant.p_holm is None else "")
+        against = Cell(f"{difference.mean:+.3g}", f"{interval}, {difference.samples} samples")
+        p = Cell(_p(variant.p_holm), f"needs {FEWEST_SAMPLES} samples" if variant.p_holm is None else "")
     return [
-        Cell(text=variant.name, colour=place),
-        Cell(text=number(variant.loss, 5), sub="" if variant.std is None else f"± {variant.std:.2g}"),
+        Cell(variant.name, colour=place),
+        Cell(number(variant.loss, 5), "" if variant.std is None else f"± {variant.std:.2g}"),
         against,
         p,
-        Cell(text=str(len(variant.losses)), sub=variant.status),
-        Cell(text=number(variant.mean("steps"))),
-        Cell(text=number(variant.mean("throughput/flops_total"), 3)),
-        Cell(text=number(variant.mean("step_seconds"), 3), sub="front" if variant.best_trade else ""),
-        Cell(text=number(variant.mean("sparsity/density"), 3)),
-        Cell(text=count(variant.mean("parameters"))),
-        *(Cell(text=shown(value)) for value in variant.values.values()),
+        Cell(str(len(variant.losses)), variant.status),
+        number(variant.mean("steps")),
+        number(variant.mean("throughput/flops_total"), 3),
+        Cell(number(variant.mean("step_seconds"), 3), "front" if variant.best_trade else ""),
+        number(variant.mean("sparsity/density"), 3),
+        count(variant.mean("parameters")),
+        *map(shown, variant.values.values()),
     ]
 
 
@@ -149,9 +149,14 @@ def lr_table(variants: Sequence[Variant]) -> Table | None:
         for rate in rates:
             losses = [run.val_loss for run in variant.tried.get(rate, ()) if run.val_loss is not None]
             text = number(fmean(losses) if losses else None, 5) if rate in variant.tried else ""
-            cells.append(Cell(text=text, sub="chosen" if rate == chosen_lr else ""))
-        rows.append([Cell(text=variant.name, colour=place), *cells])
-    return Table(headings=[("variant", ""), *((f"lr {rate:g}", "") for rate in rates)], rows=rows)
+            cells.append(Cell(text, "chosen" if rate == chosen_lr else ""))
+        rows.append([Cell(variant.name, colour=place), *cells])
+    return Table(
+        ["variant", *(f"lr {rate:g}" for rate in rates)],
+        rows,
+        title="Learning rates tried",
+        note="Mean loss over the seeds at which several rates were tried; the rate with the lowest loss is chosen.",
+    )
 
 
 def sparsity_rows(variants: Sequence[Variant]) -> tuple[list[str], list[list[float | None]]]:
@@ -178,20 +183,29 @@ def sparsity_table(variants: Sequence[Variant]) -> Table | None:
     cells = []
     for place, (variant, losses) in enumerate(zip(variants, rows, strict=True)):
         own = losses[points.index("current")] if "current" in points else None
-        line = [Cell(text=variant.name, colour=place)]
+        line = [Cell(variant.name, colour=place)]
         for at, loss in zip(points, losses, strict=True):
             change = f"{loss / own - 1:+.2%}" if loss is not None and own and at != "current" else ""
-            line.append(Cell(text=number(loss, 5), sub=change))
+            line.append(Cell(number(loss, 5), change))
         if any(loss is not None for loss in losses):
             cells.append(line)
-    return Table(headings=[("variant", ""), *((at, "") for at in points)], rows=cells)
+    return Table(
+        ["variant", *points],
+        cells,
+        title="Tiles at inference",
+        note="The same weights validated with other numbers of tiles; below: change relative to the current number.",
+    )
 
 
 def missing_table(missing: Sequence[Missing]) -> Table:
     """Runs that are not compared, with the reason."""
-    headings = [("run", ""), ("status", ""), ("reason", "")]
-    rows = [[Cell(text=one.name), Cell(text=one.status), Cell(text=one.reason, long=True)] for one in missing]
-    return Table(headings=headings, rows=rows)
+    return Table(
+        ["run", "status", "reason"],
+        [[one.name, one.status, one.reason] for one in missing],
+        title="Failed, refused and waiting",
+        note="Runs that are not compared above, or that ended with an error.",
+        long=[-1],
+    )
 
 
 def run_table(variants: Sequence[Variant]) -> Table:
@@ -200,9 +214,9 @@ def run_table(variants: Sequence[Variant]) -> Table:
     for name, variant, seed, lr, status, steps, train, val, flops, seconds, *_ in run_rows(variants):
         numbers = [number(value, digits) for value, digits in ((train, 5), (val, 5), (flops, 3), (seconds, 3))]
         texts = [name, variant, "" if seed is None else str(seed), "" if lr is None else f"{lr}", status, str(steps)]
-        rows.append([Cell(text=text) for text in (*texts, *numbers)])
-    names = ("run", "variant", "seed", "lr", "status", "steps", "train loss", "val loss", "FLOPs", "s/step")
-    return Table(headings=[(name, "") for name in names], rows=rows)
+        rows.append([*texts, *numbers])
+    headings = ["run", "variant", "seed", "lr", "status", "steps", "train loss", "val loss", "FLOPs", "s/step"]
+    return Table(headings, rows, title="All runs")
 
 
 def number(value: float | None, digits: int = 6) -> str:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from vsa.evaluation.comparison import folder
+from vsa.pages import page
 
 
 @pytest.fixture
@@ -14,4 +14,4 @@ def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
         path.touch()
         return path
 
-    monkeypatch.setattr(folder, "draw_panel", touch)
+    monkeypatch.setattr(page, "draw_panel", touch)

@@ -25,9 +25,9 @@ from vsa.checkpoints.wan import export_pretrained
 from vsa.cli.compare_attention import compare_attention
 from vsa.data.toy_videos import render_clip
 from vsa.data.video_files import write_video
-from vsa.evaluation.comparison import folder
 from vsa.evaluation.comparison.measure import Row
 from vsa.evaluation.comparison.usual import usual_on
+from vsa.pages import page as page_module
 from vsa.pages.charts import draw_panel
 
 pytestmark = pytest.mark.filterwarnings("ignore:tiles .* are .* full")
@@ -118,10 +118,10 @@ def test_a_run_with_clips_and_prompts(tiny_run_dir: Path, videos: Path, tmp_path
 
 def test_drawn_fields_and_a_page_that_loads_nothing(tmp_path: Path, monkeypatch, capsys, no_pictures):
     # one picture stands for all
-    touch = folder.draw_panel
+    touch = page_module.draw_panel
     draws = {"error-density-fields.png": draw_panel}
     monkeypatch.setattr(
-        folder, "draw_panel", lambda panel, path, *, title: draws.get(path.name, touch)(panel, path, title=title)
+        page_module, "draw_panel", lambda panel, path, *, title: draws.get(path.name, touch)(panel, path, title=title)
     )
     monkeypatch.setenv("COLUMNS", "80")
     draw = ["--synthetic", "2", "6", "6", "--heads", "2", "--head-dim", "8", "--tile", "1", "2", "2", "--device", "cpu"]

@@ -79,6 +79,7 @@ def error_chart(rows: Sequence[Row]) -> Chart:
         note="A line joins the budgets of a method; lower is better. Oracle tiles are the best that any selection of "
         "as many whole tiles can hold, random tiles the floor; what joins the softmax beside the tiles can be better.",
         panels=panels,
+        drawn=[key for key in panels if not is_part(key[-1])],
         switches=("over", "captures"),
         columns=("captures", "method", "density", "ms", "speedup", "error_l1"),
         rows=[
@@ -107,6 +108,7 @@ def recall_chart(rows: Sequence[Row]) -> Chart:
         title="Recall of the attention mass",
         note="Share of dense attention's exact softmax weights that lies on the computed pairs; higher is better.",
         panels=panels,
+        drawn=[key for key in panels if not is_part(key[-1])],
         switches=("captures",),
         columns=("captures", "method", "density", "recall"),
         rows=[
@@ -165,7 +167,7 @@ def _panel(
     return Panel(x_label=x, y_label=y, series=series, x_log=x_log, visible=len(series))
 
 
-def result_table(rows: Sequence[Row]) -> Table:
+def result_table(rows: Sequence[Row], title: str = "", note: str = "") -> Table:
     """The means of each method."""
     colours = families(rows)
     cells = []
@@ -173,10 +175,9 @@ def result_table(rows: Sequence[Row]) -> Table:
         visited = "" if f"{row.visited:.3f}" == f"{row.density:.3f}" else f"visited {row.visited:.1%}"
         texts = [share(row.recall), number(row.error_l1), number(row.error_l2), f"{row.speedup:.2f}"]
         texts += [number(row.ms), number(row.attention_ms), number(row.prediction_ms)]
-        topk_cell = Cell(text="" if row.topk is None else f"{row.topk} of {row.tiles}")
-        head = [_named(row, colours), topk_cell, Cell(text=share(row.density), sub=visited)]
-        cells.append([*head, *map(_cell, texts)])
-    return Table(headings=HEADINGS, rows=cells, marked=[0])
+        topk = "" if row.topk is None else f"{row.topk} of {row.tiles}"
+        cells.append([_named(row, colours), topk, Cell(share(row.density), visited), *texts])
+    return Table(HEADINGS, cells, title=title, note=note, marked=[0])
 
 
 def place_table(rows: Sequence[Row]) -> Table | None:
@@ -187,16 +188,23 @@ def place_table(rows: Sequence[Row]) -> Table | None:
     colours, cells = families(rows), []
     for name in dict.fromkeys(row.method for row in rows):
         own = [row for row in rows if row.method == name]
-        line = [Cell(text=name, colour=colours[own[0].family], long=True)]
+        line = [Cell(text=name, colour=colours[own[0].family])]
         for place in places:
             (mean,) = means([row for row in own if (row.layer, row.timestep) == place])
             line.append(Cell(text=number(mean.error_l1), sub="" if mean.recall is None else share(mean.recall)))
         cells.append(line)
     place_headings = [(f"layer {layer}, {timestep:g}", "L1 error; below: recall") for layer, timestep in places]
-    return Table(headings=[("method", ""), *place_headings], rows=cells, marked=[0])
+    return Table(
+        ["method", *place_headings],
+        cells,
+        title="By layer and timestep",
+        note="L1 error by layer and timestep, recall below it.",
+        marked=[0],
+        long=[0],
+    )
 
 
-def denoising_table(rows: Sequence[Denoised]) -> Table:
+def denoising_table(rows: Sequence[Denoised], note: str = "") -> Table:
     """Each method in whole denoising runs."""
     colours = families(rows)
     headings = [
@@ -211,18 +219,14 @@ def denoising_table(rows: Sequence[Denoised]) -> Table:
     for row in rows:
         texts = [share(row.density), number(row.psnr), number(row.ssim), number(row.seconds)]
         texts.append(f"{rows[0].seconds / row.seconds:.2f}")
-        cells.append([Cell(text=row.method, colour=colours[row.family], long=True), *map(_cell, texts)])
-    return Table(headings=headings, rows=cells, marked=[0])
+        cells.append([Cell(text=row.method, colour=colours[row.family]), *texts])
+    return Table(headings, cells, title="Denoising runs", note=note, marked=[0], long=[0])
 
 
 def _named(row: Row, colours: Mapping[str, int]) -> Cell:
     """A method's name with its settings below."""
     name, _, settings = (row.family, "", "") if row.family == AS_TRAINED else row.family.partition(" ")
     return Cell(text=name, sub=settings, colour=colours[row.family])
-
-
-def _cell(text: str) -> Cell:
-    return Cell(text=text)
 
 
 def number(value: float | None) -> str:

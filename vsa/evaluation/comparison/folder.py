@@ -40,8 +40,7 @@ from vsa.evaluation.comparison.terminal import print_results
 from vsa.evaluation.comparison.usual import SPARSITIES, usual_on
 from vsa.evaluation.inspection.clip import open_clip, open_inspected
 from vsa.files import refuse_others, write_whole
-from vsa.pages.charts import Chart, draw_panel, write_csv
-from vsa.pages.page import Section, Table, figure_html, page, section_html
+from vsa.pages.page import Page
 from vsa.progress import progress_bar
 from vsa.sampling.clip_folder import samples_folder
 from vsa.sampling.pipeline import LoadedRun, SampleSettings, settings_dict
@@ -327,59 +326,29 @@ def _write(
     facts: Mapping[str, str],
     careful: Sequence[str],
 ) -> Path:
-    folder = out / DATA
-    charts: list[Chart] = []
-    first: list[str] = []
-    last: list[str] = []
+    page = Page(out / PAGE, title="Attention methods compared", facts=facts, warnings=careful, folder=DATA)
     if rows:
-        charts += [error_chart(rows), recall_chart(rows)]
         names = [field.name for field in fields(Row)]
-        write_csv(folder / "rows.csv", names, [[getattr(row, name) for name in names] for row in rows])
+        page.csv("rows", names, [[getattr(row, name) for name in names] for row in rows])
+        columns = [name for name in names if name not in ("capture", "layer", "timestep")]
         summary = [(group, row) for group, some in groups(rows).items() for row in means(some)]
-        left_out = ("capture", "layer", "timestep")
-        columns = [name for name in names if name not in left_out]
         lines = [[group, *(getattr(row, name) for name in columns)] for group, row in summary]
-        write_csv(folder / "means.csv", ["captures", *columns], lines)
+        page.csv("means", ["captures", *columns], lines)
+        page.chart(error_chart(rows))
         # layers and timesteps have a separate table
         for group, some in groups(rows).items():
             if not is_part(group):
                 count = len({(row.capture, row.layer, row.timestep) for row in some})
                 note = f"Means of {count} captures." if count > 1 else ""
-                first.append(_section(f"Results: {group}", note, result_table(some), "means.csv"))
-        if (places := place_table(rows)) is not None:
-            note = "L1 error by layer and timestep, recall below it."
-            last.append(_section("By layer and timestep", note, places, "rows.csv"))
+                page.table(result_table(some, f"Results: {group}", note), data="means.csv")
+        page.chart(recall_chart(rows))
     if denoised:
-        charts.append(denoising_chart(denoised))
+        page.chart(denoising_chart(denoised))
         note = f"The same prompts and noise with each method in place of the model's attention{plan_text(plan)}."
-        last.insert(0, _section("Denoising runs", note, denoising_table(denoised), "denoising.csv"))
-    figures = []
-    for chart in charts:
-        write_csv(folder / f"{chart.key}.csv", chart.columns, chart.rows)
-        pictures = [
-            draw_panel(
-                panel,
-                folder / f"{'-'.join((chart.key, *key)).replace(' ', '_')}.png",
-                title=f"{chart.title}: {', '.join(key)}",
-            )
-            for key, panel in chart.panels.items()
-            if not is_part(key[-1])
-        ]
-        figures.append(figure_html(chart, pictures[0], f"{DATA}/{chart.key}.csv"))
-    text = page(
-        title="Attention methods compared",
-        facts=facts,
-        careful=careful,
-        body=[*figures[:1], *first, *figures[1:], *last],
-        charts=charts,
-        footer=f"Every number in {RECORD}, every figure as CSV and PNG: {DATA}/",
-    )
-    write_whole(out / PAGE, text)
-    return out / PAGE
-
-
-def _section(title: str, note: str, table: Table, data: str) -> str:
-    return section_html(Section(title=title, note=note, table=table, data=f"{DATA}/{data}"))
+        page.table(denoising_table(denoised, note), data="denoising.csv")
+    if rows and (places := place_table(rows)) is not None:
+        page.table(places, data="rows.csv")
+    return page.write(f"Every number in {RECORD}, every figure as CSV and PNG: {DATA}/")
 
 
 def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
