@@ -16,7 +16,6 @@ import typer
 from typer.core import TyperGroup
 
 from vsa.errors import one_line_errors
-from vsa.lazy_torchmetrics import install
 from vsa.secrets import print_exception
 from vsa.signals import end_at_once, handled_by
 from vsa.streams import LOADING, lost_output, make_steady
@@ -116,7 +115,6 @@ def _refuse_empty(words: Sequence[str]) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command line (that of the process by default) and exit with its status."""
     make_steady()
-    install()
     words = sys.argv[1:] if arguments is None else list(arguments)
     # handlers are set before torch is imported, which takes seconds
     with handled_by(end_at_once) if words[:1] == ["train"] else nullcontext():
