@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from vsa_kernels.launch import capability, is_gpu
+from vsa_kernels.launch import capability
 
 BLOCK_SPARSE_BACKENDS = ("reference", "gather", "triton")
 """Implementations of `block_sparse_attn` by name."""
@@ -35,7 +35,7 @@ def resolve_backend(name: str | None, device: torch.device, dtype: torch.dtype, 
     refusal = _triton_refusal(device, dtype, head_dim)
     if name is None:
         # the interpreter runs only on request, in tests
-        return "triton" if refusal is None and is_gpu(device) else "gather"
+        return "triton" if refusal is None and device.type == "cuda" else "gather"
     if refusal is not None:
         raise ValueError(f"backend triton {refusal}")
     return name
@@ -60,7 +60,7 @@ def _triton_refusal(device: torch.device, dtype: torch.dtype, head_dim: int) -> 
 
 @torch.compiler.assume_constant_result
 def _can_launch(device: torch.device) -> bool:
-    if is_gpu(device):
+    if device.type == "cuda":
         return capability(device) >= (8, 0)
     if device.type != "cpu":
         # fake tensors of the meta device never launch anything

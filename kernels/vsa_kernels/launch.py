@@ -8,9 +8,6 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,48 +16,10 @@ import torch
 CONFIGS = Path(__file__).with_name("configs.json")
 
 
-@dataclass(frozen=True)
-class Recording:
-    """Stands in for a GPU: launches are given to `record` and not made, whatever the device of the tensors.
-
-    Args:
-        capability: compute capability of the GPU.
-        record: called with kernel, arguments and constants of every launch.
-    """
-
-    capability: tuple[int, int]
-    record: Callable[[Any, tuple[Any, ...], dict[str, Any]], None]
-
-
-_recording: Recording | None = None
-
-
-@contextmanager
-def recording(instead: Recording) -> Iterator[None]:
-    """Record launches in the block."""
-    global _recording
-    before, _recording = _recording, instead
-    try:
-        yield
-    finally:
-        _recording = before
-
-
-def is_gpu(device: torch.device) -> bool:
-    """Whether kernels are compiled for the device, which they are not for a CPU or in Triton's interpreter."""
-    return device.type == "cuda" or _recording is not None
-
-
+@functools.cache
 def capability(device: torch.device) -> tuple[int, int]:
     """Compute capability of a CUDA device; (0, 0) for the CPU, where kernels are interpreted."""
-    if _recording is not None:
-        return _recording.capability
-    return _cuda_capability(device) if device.type == "cuda" else (0, 0)
-
-
-@functools.cache
-def _cuda_capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
 
 
 def config(kernel: str, head_dim: int, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
@@ -112,8 +71,6 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
         args: run-time arguments of the kernel in order: tensors, descriptors, numbers, None.
         constants: constexprs of the kernel and options of the launch.
     """
-    if _recording is not None:
-        return _recording.record(kernel, args, constants)
     device = next(x.get_device() for x in args if isinstance(x, torch.Tensor))
     if device >= 0 and device != torch.cuda.current_device():
         with torch.cuda.device(device):

@@ -27,9 +27,9 @@ import torch
 import triton
 import vsa_kernels
 from torch import Tensor
+from triton.backends.compiler import GPUTarget
 from vsa_kernels import BlockIndex, Blocks, launch
 from vsa_kernels.block_sparse.mask import BlockMask
-from vsa_kernels.compile_ahead import OfflineDriver
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 SHAPES = ((64, 64), (64, 16), (128, 64), (128, 128), (256, 256))
@@ -61,6 +61,32 @@ class Record:
     dots: list[tuple[int, int, int, str]] = field(default_factory=list)
     wgmma: bool = False
     mma_sync: bool = False
+
+
+class OfflineDriver:
+    """As much of Triton's driver as compilation asks for; a GPU is never touched.
+
+    Args:
+        capability: compute capability of the chip that kernels are compiled for.
+    """
+
+    def __init__(self, capability: tuple[int, int]) -> None:
+        self._target = GPUTarget("cuda", 10 * capability[0] + capability[1], 32)
+
+    def launcher_cls(self, source: Any, metadata: Any) -> None:
+        """Nothing is launched."""
+
+    def get_current_target(self) -> Any:
+        return self._target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
 
 
 def install(arch: int) -> list[Any]:

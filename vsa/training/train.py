@@ -31,7 +31,6 @@ from vsa.training.budgets import MEASURED_STEPS, WARM_UP_STEPS, StepTimer, budge
 from vsa.training.callbacks.announcement import Announcement
 from vsa.training.callbacks.bad_samples import BadSamples
 from vsa.training.callbacks.checkpoint import Checkpointing
-from vsa.training.callbacks.kernels_ahead import KernelsAhead
 from vsa.training.callbacks.last_lines import LastLines
 from vsa.training.callbacks.missed_validation import MissedValidation
 from vsa.training.callbacks.opening import Opening
@@ -326,9 +325,7 @@ def _step_seconds(cfg: DictConfig, step: int) -> float:
     datamodule = build(trial.data)
     module.check_weights(datamodule)
     # at the level of activation checkpointing that the run will have
-    _trainer(trial, module, [timer, Announcement(trial), KernelsAhead(trial), OutOfMemory(trial)], []).fit(
-        module, datamodule=datamodule
-    )
+    _trainer(trial, module, [timer, Announcement(trial), OutOfMemory(trial)], []).fit(module, datamodule=datamodule)
     return timer.seconds
 
 
@@ -376,7 +373,7 @@ def _callbacks(cfg: DictConfig, folder: RunFolder, loggers: list[Any]) -> list[L
     """Callbacks by order: opening of the run, changes of its state (0), saving (1), display of the saved state (2)."""
     callbacks = _built(cfg, "callbacks")
     opening = Opening(folder, OmegaConf.to_yaml(OmegaConf.create(resolved(cfg))), loggers, overwrite=_overwrites(cfg))
-    callbacks += [BadSamples(str(cfg.run_dir)), Announcement(cfg), KernelsAhead(cfg), OutOfMemory(cfg), LastLines()]
+    callbacks += [BadSamples(str(cfg.run_dir)), Announcement(cfg), OutOfMemory(cfg), LastLines()]
     return [opening, *sorted(callbacks, key=lambda callback: getattr(callback, "order", 0)), MissedValidation()]
 
 

@@ -253,10 +253,6 @@ class DiffusionModule(L.LightningModule):
         """What is applied to networks, with the level that the run has by now."""
         return replace(self._plan, activation_checkpointing=self.recomputation.level)
 
-    def compute_dtype(self, device_type: str) -> torch.dtype | None:
-        """The dtype to which parameters are rounded on a device type; None: no rounding."""
-        return self._plan.rounds_to(device_type)
-
     def planned_networks(self) -> tuple[PlannedNetwork, ...]:
         """The networks of a step on the meta device, the trained one first, with their number of passes."""
         with without_memory():
