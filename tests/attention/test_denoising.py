@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from vsa_kernels import BlockIndex
 
 from tests.attention.oracle import cube_ids, video_sparse_oracle
+from tests.sizes import SIZES
 from vsa.attention.base import AttentionMethod
 from vsa.attention.compressed_kv import CompressedKV
 from vsa.attention.context import AttnContext
@@ -61,9 +62,9 @@ DFS = DenoisingPlan(
 )
 
 
-def tensors(batch: int, seed: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+def tensors(batch: int, seed: int, dtype: torch.dtype = torch.float32, length: int = LENGTH) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(batch, LENGTH, HEADS, DIM, generator=generator).to(dtype) for _ in range(3)]
+    return [torch.randn(batch, length, HEADS, DIM, generator=generator).to(dtype) for _ in range(3)]
 
 
 def made(make: Callable[..., AttentionMethod]) -> tuple[AttentionMethod, TileLayout, dict[str, Tensor]]:
@@ -168,6 +169,24 @@ def test_a_reused_selection_is_that_of_the_pass_before(name):
     assert torch.equal(method(*second, extra, context(layout, denoising, topk=4, step=1)), other)
 
 
+@settings(max_examples=10, deadline=None)
+@given(SIZES.texts)
+def test_texts_of_another_length_select_anew(lengths):
+    method = made(partial(VideoSparseAttention, tile_thw=TILE, fine_gate=False))[0]
+    denoising = Denoising(DenoisingPlan(refresh=4))
+    rows = []
+    for step, text in enumerate(lengths * 2):
+        layout = method.layout((Segment(GRID), Segment((1, 1, text), "text")), "cpu")
+        qkv = tensors(2, step, length=LENGTH + text)
+        actual, alone = (
+            method.attend(*qkv, ctx)["fine"]
+            for ctx in (context(layout, denoising, step=step), AttnContext(layout=layout, topk=3, layer_idx=3))
+        )
+        rows.append(torch.equal(actual, alone))
+    # the first pass of each length selects, the second reuses
+    assert rows == [True, True, False, False]
+
+
 def test_a_reused_selection_is_attention_under_its_mask():
     method, layout, _ = made(partial(VideoSparseAttention, tile_thw=TILE, fine_gate=False))
     denoising = Denoising(DenoisingPlan(refresh=4))
@@ -263,7 +282,8 @@ def test_a_dense_layer_keeps_the_gates_there_are():
 
 @given(st.data())
 def test_lists_of_samples_with_a_topk_of_their_own(data):
-    batch, heads, rows, columns = (data.draw(st.integers(1, n)) for n in (3, 2, 4, 40))
+    batch, heads, rows = (data.draw(st.integers(1, n)) for n in (3, 2, 4))
+    columns = data.draw(SIZES.columns)
     scores = torch.randn(
         batch, heads, rows, columns, generator=torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
     )
@@ -281,16 +301,25 @@ def test_lists_of_samples_with_a_topk_of_their_own(data):
         assert (scores[b].masked_fill(mask, -math.inf).amax(-1) < least).all()
 
 
-@given(st.integers(0, 1000), st.sampled_from(["masks", "first", "union", "none"]))
-def test_lists_of_samples_with_masks(seed, kind):
+@given(st.integers(0, 1000), SIZES.columns, st.sampled_from(["masks", "first", "union", "none"]))
+def test_lists_of_samples_with_masks(seed, columns, kind):
     generator = torch.Generator().manual_seed(seed)
-    scores = torch.randn(3, 2, 5, 9, generator=generator)
-    candidates, other = (torch.rand(5, 9, generator=generator) < share for share in (0.7, 0.2))
+    scores = torch.randn(3, 2, 5, columns, generator=generator)
+    candidates, other = (torch.rand(5, columns, generator=generator) < share for share in (0.7, 0.2))
     masks = {"masks": {"candidates": candidates, "always": other}, "none": {}}.get(kind, {kind: other})
-    counts = torch.randint(1, 10, (3,), generator=generator, dtype=torch.int32)
-    actual = select_blocks(scores, SampleTopk(counts, int(counts.max())), **masks).to_dense(9)
-    alone = [select_blocks(scores[b : b + 1], int(counts[b]), **masks).to_dense(9) for b in range(3)]
+    counts = torch.randint(1, columns + 1, (3,), generator=generator, dtype=torch.int32)
+    actual = select_blocks(scores, SampleTopk(counts, int(counts.max())), **masks).to_dense(columns)
+    alone = [select_blocks(scores[b : b + 1], int(counts[b]), **masks).to_dense(columns) for b in range(3)]
     assert torch.equal(actual, torch.cat(alone))
+
+
+def test_the_lists_of_samples_have_room_for_the_text():
+    """The lists of a top-k of 31 end at 32 entries, those that also name 10 text tiles do not."""
+    always = torch.zeros(80, 80, dtype=torch.bool)
+    always[:, 70:] = True
+    index = select_blocks(torch.rand(2, 1, 80, 80), SampleTopk(torch.tensor([31, 30]).int(), 31), always=always)
+    assert index.kv_num_blocks[:, 0].unique(dim=1).tolist() == [[41], [40]]
+    assert torch.equal(index.to_dense(80).sum(-1), index.kv_num_blocks.long())
 
 
 @pytest.mark.parametrize("name", SELECTING)

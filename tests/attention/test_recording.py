@@ -110,6 +110,10 @@ def test_a_pooled_tail(score):
     # the selected tiles are those of the largest scores, which are logits
     best = records["scores"].topk(3, dim=-1).indices.sort(-1).values
     assert torch.equal(best, records["kv_indices"][..., :3].long())
+    q_mean = torch.stack([part.mean(1) for part in qkv[0].split(layout.blocks.sizes.tolist(), 1)], 1)
+    mass = torch.stack([part.mean(2) for part in tail.softmax(-1).split(layout.blocks.sizes.tolist(), 2)], 2)
+    logits = {"mean": torch.einsum("bnhd,bmhd->bhnm", q_mean, k_mean) / 8**0.5, "mass": mass.log()}
+    torch.testing.assert_close(records["scores"], logits[score], atol=1e-5, rtol=1e-5)
     if score == "mass":
         torch.testing.assert_close(records["scores"].softmax(-1), records["scores"].exp(), atol=1e-5, rtol=1e-4)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from fractions import Fraction
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from vsa_kernels import select_topk
 
+from tests.sizes import SIZES
 from vsa.attention.selection import (
     RowRule,
     Shares,
@@ -32,6 +34,7 @@ def kept_by_definition(weights, rule, compete, first):
     """Set of (row, column) of one head that the rule keeps; weights: rows of fractions."""
     rows, columns = len(weights), len(weights[0])
     cells = [(i, j) for i in range(rows) for j in range(columns) if compete[i][j]]
+    sums = [sum(weights[i][j] for j in range(columns) if compete[i][j]) for i in range(rows)]
 
     def rank(cell):
         i, j = cell
@@ -39,7 +42,7 @@ def kept_by_definition(weights, rule, compete, first):
 
     def share(cell):
         i, j = cell
-        return weights[i][j] / (1 if rule.over == "head" else sum(weights[i][m] for n, m in cells if n == i))
+        return weights[i][j] / (1 if rule.over == "head" else sums[i])
 
     groups = [cells] if rule.over == "head" else [[c for c in cells if c[0] == i] for i in range(rows)]
     selection = set()
@@ -62,7 +65,7 @@ def kept_by_definition(weights, rule, compete, first):
 CROSSINGS = st.sampled_from(["keep", "drop", "exceed"])
 RULES = st.builds(
     RowRule,
-    topk=st.integers(1, 6),
+    topk=st.integers(1, 40),
     top_p=st.sampled_from([None, 0.125, 0.5, 0.75, 1]),
     crossing=CROSSINGS,
     over=st.sampled_from(["row", "head"]),
@@ -74,15 +77,11 @@ RULES = st.builds(
 )
 
 
-def masks(draw, rows, columns):
-    return draw(st.lists(st.lists(st.booleans(), min_size=columns, max_size=columns), min_size=rows, max_size=rows))
-
-
 @st.composite
 def problems(draw):
-    rows, columns = draw(st.integers(1, 4)), draw(st.integers(1, 6))
-    heads = [[[draw(st.sampled_from(WEIGHTS)) for _ in range(columns)] for _ in range(rows)] for _ in range(2)]
-    return heads, *(masks(draw, rows, columns) for _ in range(4))
+    rows, columns, rng = draw(st.integers(1, 4)), draw(SIZES.columns), random.Random(draw(st.integers(0, 1 << 20)))
+    heads = [[rng.choices(WEIGHTS, k=columns) for _ in range(rows)] for _ in range(2)]
+    return heads, *([rng.choices([False, True], k=columns) for _ in range(rows)] for _ in range(4))
 
 
 @settings(deadline=None, max_examples=150)
@@ -109,15 +108,13 @@ def test_rules_keep_what_their_definition_keeps(problem, rule, plain):
 
 @st.composite
 def problems_by_head(draw):
-    rows, columns = draw(st.integers(1, 3)), draw(st.integers(1, 6))
-    weights = [
-        [[[draw(st.sampled_from(WEIGHTS)) for _ in range(columns)] for _ in range(rows)] for _ in "hh"] for _ in "bb"
-    ]
+    rows, columns, rng = draw(st.integers(1, 3)), draw(SIZES.columns), random.Random(draw(st.integers(0, 1 << 20)))
+    weights = [[[rng.choices(WEIGHTS, k=columns) for _ in range(rows)] for _ in "hh"] for _ in "bb"]
     # every size of a mask that broadcasts
     sizes = [
         (draw(st.sampled_from([1, 2])), draw(st.sampled_from([1, 2])), draw(st.sampled_from([1, rows])), columns)
     ] * 2
-    bits = [draw(st.lists(st.booleans(), min_size=math.prod(size), max_size=math.prod(size))) for size in sizes]
+    bits = [rng.choices([False, True], k=math.prod(size)) for size in sizes]
     return weights, *(torch.tensor(b).view(size) for b, size in zip(bits, sizes, strict=True))
 
 
@@ -126,7 +123,7 @@ def problems_by_head(draw):
     problems_by_head(),
     st.tuples(*[st.sampled_from([0.125, 0.25, 0.5, 0.625, 0.75, 0.875, 1.0])] * 2),
     CROSSINGS,
-    st.none() | st.integers(1, 4),
+    st.none() | st.integers(1, 40),
 )
 def test_heads_have_shares_and_masks_of_their_own(problem, shares, crossing, topk):
     weights, compete, always = problem
@@ -177,15 +174,21 @@ def test_the_published_spellings_differ_at_the_crossing_entry():
 @pytest.mark.parametrize("over", ["row", "head"])
 @pytest.mark.parametrize("deviations", [-0.5, 0.0, 1.0, 2.0])
 def test_deviations_keep_scores_above_the_mean(over, deviations, device):
-    scores = torch.randn(2, 3, 5, 17, generator=torch.Generator().manual_seed(0)).to(device)
-    actual = select_blocks(scores, RowRule(deviations=deviations, over=over)).to_dense(17)
-    rows = scores.double() if over == "row" else scores.double().flatten(2)[:, :, None]
-    bar = rows.mean(-1, keepdim=True) + deviations * rows.std(-1, correction=0, keepdim=True)
-    above = scores.double() > bar
-    best = torch.zeros_like(above).scatter_(-1, scores.argmax(-1, keepdim=True), True)
-    assert torch.equal(actual, above | best)
-    # more deviations, fewer blocks; a row that would have none keeps its best
-    assert actual.sum(-1).min() >= 1
+    """Mean and deviation are those of the candidates alone."""
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.randn(2, 3, 5, 17, generator=generator).to(device)
+    for share in (1.0, 0.5):
+        candidates = torch.rand(5, 17, generator=generator).to(device) < share
+        rule = RowRule(deviations=deviations, over=over)
+        actual = select_blocks(scores, rule, candidates=candidates).to_dense(17)
+        competing = scores.double().masked_fill(~candidates, math.nan)
+        rows = competing if over == "row" else competing.flatten(2)[:, :, None]
+        mean = rows.nanmean(-1, keepdim=True)
+        above = competing > mean + deviations * (rows - mean).square().nanmean(-1, keepdim=True).sqrt()
+        best = competing.nan_to_num(-math.inf).argmax(-1, keepdim=True)
+        assert torch.equal(actual, above | torch.zeros_like(above).scatter_(-1, best, True))
+        # more deviations, fewer blocks; a row that would have none keeps its best
+        assert actual.sum(-1).min() >= 1
 
 
 def test_the_union_of_two_rules_is_the_larger_count(device):

@@ -65,10 +65,11 @@ def test_clips_for_a_causal_codec(wan_vae: WanVAE, T: int, frames: int | None) -
     assert wan_vae.latent_shape(*clip.shape[:3]) == (16, 1 + (len(clip) - 1) // 4, 2, 4)
 
 
-def test_a_clip_is_the_middle_in_its_proportions() -> None:
-    yy, xx = torch.meshgrid(torch.arange(64.0), torch.arange(96.0), indexing="ij")
-    disc = ((yy - 31.5) ** 2 + (xx - 47.5) ** 2 < 20**2).to(torch.uint8) * 200
-    video = disc[None, :, :, None].expand(1, 64, 96, 3)
+@pytest.mark.parametrize(("height", "width"), [(64, 96), (96, 64)])
+def test_a_clip_is_the_middle_in_its_proportions(height: int, width: int) -> None:
+    yy, xx = torch.meshgrid(torch.arange(float(height)), torch.arange(float(width)), indexing="ij")
+    disc = ((yy - height / 2 + 0.5) ** 2 + (xx - width / 2 + 0.5) ** 2 < 20**2).to(torch.uint8) * 200
+    video = disc[None, :, :, None].expand(1, height, width, 3)
     clip = ClipRules(size=(32, 32)).fit(video, IMAGE, CODEC)[0, :, :, 0].float()
     rows, columns = clip.sum(1), clip.sum(0)
     centre = torch.arange(32.0) + 0.5

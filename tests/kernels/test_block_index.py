@@ -6,8 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from vsa_kernels import BlockIndex, Blocks
 
+from tests.sizes import SIZES
 
-@given(st.lists(st.integers(1, 9), min_size=1, max_size=8))
+
+@given(st.lists(SIZES.block, min_size=1, max_size=8))
 def test_blocks_of_sizes(sizes):
     blocks = Blocks.from_sizes(sizes)
     assert (blocks.num, blocks.max_size, blocks.min_size) == (len(sizes), max(sizes), min(sizes))
@@ -22,20 +24,20 @@ def test_blocks_hold_tokens(sizes):
         Blocks.from_sizes(sizes)
 
 
-@given(st.integers(0, 1 << 16))
-def test_index_and_dense_mask_are_inverse(seed):
+@given(st.integers(0, 1 << 16), SIZES.columns)
+def test_index_and_dense_mask_are_inverse(seed, columns):
     g = torch.Generator().manual_seed(seed)
-    mask = torch.rand(2, 1, 4, 7, generator=g) < 0.4
+    mask = torch.rand(2, 1, 4, columns, generator=g) < 0.4
     index = BlockIndex.from_dense(mask)
-    assert torch.equal(index.to_dense(7), mask)
-    for row, count in zip(index.kv_indices.view(-1, 7), index.kv_num_blocks.view(-1), strict=True):
+    assert torch.equal(index.to_dense(columns), mask)
+    for row, count in zip(index.kv_indices.view(-1, columns), index.kv_num_blocks.view(-1), strict=True):
         indices = row[: int(count)]
         assert torch.equal(indices, indices.sort().values)
 
 
-@given(st.integers(0, 1 << 16), st.sampled_from([0.0, 0.1, 0.5, 1.0]))
-def test_a_mask_lists_its_kept_blocks_first_and_then_the_others(seed, share):
-    mask = torch.rand(2, 3, 5, 9, generator=torch.Generator().manual_seed(seed)) < share
+@given(st.integers(0, 1 << 16), SIZES.columns, st.sampled_from([0.0, 0.1, 0.5, 1.0]))
+def test_a_mask_lists_its_kept_blocks_first_and_then_the_others(seed, columns, share):
+    mask = torch.rand(2, 3, 5, columns + 1, generator=torch.Generator().manual_seed(seed)) < share
     for view in (mask, mask[:, :1], mask.transpose(0, 1), mask[:, :, ::2, 1:], mask[:1].expand(4, -1, -1, -1)):
         index = BlockIndex.from_dense(view)
         expected = torch.sort((~view).to(torch.int8), dim=-1, stable=True).indices

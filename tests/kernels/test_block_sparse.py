@@ -16,11 +16,13 @@ from vsa_kernels.block_sparse.mask import BlockMask
 from vsa_kernels.block_sparse.op import block_sparse_bwd, block_sparse_fwd
 from vsa_kernels.testing import Case, assert_within_budget, define, expand_mask, make_case, run, summed_terms
 
+from tests.sizes import SIZES
+
 BACKENDS = ("reference", "gather")
 NAMES = ("out", "lse", "dq", "dk", "dv")
 RAGGED = dict(q_sizes=[5, 9, 3, 10, 1], kv_sizes=[7, 2, 11, 1, 6, 4], batch=2, heads=4, kv_heads=2)
 
-sizes = st.lists(st.integers(1, 7), min_size=1, max_size=6)
+sizes = st.lists(st.integers(1, 7), min_size=1, max_size=6) | st.lists(SIZES.block, min_size=1, max_size=2)
 uniform = st.builds(lambda size, n: [size] * n, st.integers(1, 6), st.integers(1, 6))
 
 

@@ -9,13 +9,15 @@ from hypothesis import strategies as st
 from vsa_kernels import Blocks, block_mean_and_similarity, block_mean_pool
 from vsa_kernels.pooling.op import block_mean_and_similarity_op
 
+from tests.sizes import SIZES
+
 
 def loop(x, sizes):
     return torch.stack([part.mean(1) for part in x.split(sizes, dim=1)], 1)
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.lists(st.integers(1, 6), min_size=1, max_size=6), st.integers(1, 2), st.integers(1, 3), st.booleans())
+@given(st.lists(SIZES.block, min_size=1, max_size=6), st.integers(1, 2), st.integers(1, 3), st.booleans())
 def test_matches_a_loop(sizes, batch, heads, permuted):
     x = torch.randn(batch, sum(sizes), heads, 5, dtype=torch.float64)
     if permuted:

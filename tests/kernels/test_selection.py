@@ -10,6 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from vsa_kernels import select_topk
 
+from tests.sizes import SIZES
+
 # few values, so that ties are the rule
 values = st.sampled_from([0.0, -0.0, 1.0, -1.0, 2.5, 1e-40, math.inf, -math.inf, math.nan])
 dtypes = st.sampled_from([torch.float32, torch.float64, torch.float16, torch.bfloat16])
@@ -31,7 +33,7 @@ def expected(scores, topk, candidates, always):
 
 
 @settings(max_examples=120, deadline=None)
-@given(st.data(), st.integers(1, 3), st.integers(1, 9), dtypes)
+@given(st.data(), st.integers(1, 3), SIZES.columns, dtypes)
 def test_matches_a_sort(data, num_q, num_kv, dtype):
     draw = data.draw
     scores = torch.tensor(draw(st.lists(values, min_size=2 * num_q * num_kv, max_size=2 * num_q * num_kv)))

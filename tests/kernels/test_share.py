@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from vsa_kernels import select_share
 from vsa_kernels.selection import weight_units
 
+from tests.sizes import SIZES
+
 # few values, so that ties are the rule
 values = st.sampled_from([0.0, -0.0, 1.0, -1.0, 2.5, -9.0, 1e-40, 200.0, math.inf, -math.inf, math.nan])
 dtypes = st.sampled_from([torch.float32, torch.float64, torch.float16, torch.bfloat16])
@@ -65,7 +67,7 @@ def expected(scores, units, share, crossing, candidates, always):
 
 
 @settings(max_examples=50, deadline=None)
-@given(st.data(), st.integers(1, 3), st.integers(1, 9), dtypes, crossings)
+@given(st.data(), st.integers(1, 3), SIZES.columns, dtypes, crossings)
 def test_matches_sums_in_python(data, num_q, num_kv, dtype, crossing):
     draw, size = data.draw, num_q * num_kv
     scores = torch.tensor(draw(st.lists(values, min_size=2 * size, max_size=2 * size)))

@@ -85,6 +85,18 @@ def test_a_full_disk_is_told_once_loses_no_older_row_and_never_stops(tmp_path, c
     resumed_logger = MetricsCSV(str(tmp_path))
     begin(resumed_logger, row_count)
     assert [row["step"] for row in _rows(resumed_logger.path)] == [str(n + 1) for n in range(row_count)]
+    # a late metric of a row that is in the file counts as a missing row until it is written
+    caplog.clear()
+    late = MetricsCSV(str(tmp_path / "late"))
+    late.path.parent.mkdir()
+    begin(late, 0)
+    for step in (1, 2):
+        late.log_metrics({"loss": 1.0, "val": 2.0}, step)
+    late.save()
+    late.log_metrics({"val": 3.0}, 2)
+    with small_files(1):
+        late.finalize("done")
+    assert caplog.records[-1].getMessage().endswith(" lacks the last 1 rows, for which there was no room")
     # with room again nothing is missing
     caplog.clear()
     logger.finalize("done")
