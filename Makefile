@@ -18,7 +18,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal
 # triton decides when it is imported whether its kernels are interpreted
 INTERPRETED := TRITON_INTERPRET=1 $(PYTEST) tests/kernels -k "triton or coarse_fine or interpreter"
 
-.PHONY: demo compare test test-all natten soak docs lint clean
+.PHONY: demo compare test test-all natten wheel soak docs lint clean
 
 $(STAMP): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -45,6 +45,7 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
 	$(BIN)/pyright
+	test ! -x $(BIN)/hadolint || $(BIN)/hadolint Dockerfile
 
 # every check that fits in 15 minutes on two cores
 test: lint
@@ -61,6 +62,10 @@ natten: $(STAMP)
 test-all: lint natten
 	$(PYTEST)
 	$(INTERPRETED)
+
+# what users install: the wheel alone, three training steps outside the checkout, at the oldest versions it admits
+wheel:
+	scripts/check_wheel.sh lowest-direct
 
 # every fault of the reliability scorecard, provoked many times: under an hour on two cores
 soak: $(STAMP)

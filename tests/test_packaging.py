@@ -10,6 +10,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parent.parent
 
@@ -70,6 +71,23 @@ def test_dependencies_have_a_floor():
     extras = project["optional-dependencies"]
     for requirement in project["dependencies"] + extras["tensorboard"] + extras["wan"] + extras["sweep"]:
         assert ">=" in requirement, requirement
+
+
+def test_the_image_has_pinned_parts_of_this_checkout():
+    text = (ROOT / "Dockerfile").read_text()
+    stages = set(re.findall(r"^FROM \S+ AS (\S+)$", text, re.M))
+    bases = set(re.findall(r"^FROM (\S+)", text, re.M)) - stages
+    assert bases
+    assert all(re.fullmatch(r"[\w/]+:\d+\.\d+\.\d+-[\w.-]+", base) for base in bases)
+    copied = {name for line in re.findall(r"^COPY (?!--from)(.+) \S+$", text, re.M) for name in line.split()}
+    assert copied == set(re.findall(r"^!(\S+)$", (ROOT / ".dockerignore").read_text(), re.M))
+    # the wheel of these files alone is the one that `make wheel` tries
+    (archived,) = re.findall(r"archive HEAD (.+) \\$", (ROOT / "scripts" / "check_wheel.sh").read_text(), re.M)
+    assert set(archived.split()) == copied
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    ranges = {r.name: r.specifier for r in map(Requirement, project["dependencies"])}
+    pinned = re.findall(r"\b(torch|triton)==([\d.]+)", text)
+    assert [name for name, version in pinned if ranges[name].contains(version)] == ["torch", "triton"]
 
 
 @pytest.mark.parametrize("fails", [False, True])
