@@ -7,7 +7,7 @@ from typing import Annotated
 
 from vsa.cli import options as opt
 from vsa.cli.options import MANY, option
-from vsa.cli.values import PLAN, numbers, plan_options
+from vsa.cli.values import PLAN, made_of, numbers, plan_options
 
 MODEL, DRAWN, MEASURED = "With a model (--run or --pipeline)", "Synthetic fields (--synthetic)", "Measurement"
 
@@ -85,10 +85,14 @@ def compare_attention(
     arguments = locals()
     from vsa.data.prompts import read_prompts
     from vsa.evaluation.comparison.folder import compare_attention
+    from vsa.evaluation.comparison.settings import CompareSettings
 
-    arguments["methods"] = arguments.pop("method") or ()
-    arguments["prompts"] = [*(arguments.pop("prompt") or []), *(read_prompts(prompts) if prompts else [])]
-    arguments["sparsities"] = numbers("--sparsity", arguments.pop("sparsity"), float)
-    arguments |= {"layers": numbers("--layers", layers, int), "timesteps": numbers("--timesteps", timesteps, float)}
-    arguments["denoising"] = plan_options({name: value for name in PLAN if (value := arguments.pop(name)) is not None})
-    print(f"page, figures and tables: {compare_attention(**arguments)}")
+    arguments |= {
+        "methods": method,
+        "prompts": [*(prompt or []), *(read_prompts(prompts) if prompts else [])],
+        "sparsities": numbers("--sparsity", sparsity, float),
+        "layers": numbers("--layers", layers, int),
+        "timesteps": numbers("--timesteps", timesteps, float),
+        "denoising": plan_options({name: arguments[name] for name in PLAN if arguments[name] is not None}),
+    }
+    print(f"page, figures and tables: {compare_attention(made_of(CompareSettings, arguments))}")

@@ -58,9 +58,9 @@ def tune_sparge(
     """
     arguments = locals()
     from vsa.attention.sparge.tune import Search
-    from vsa.evaluation.sparge_tuning import tune_sparge
+    from vsa.evaluation.sparge_tuning import TuneSettings, tune_sparge
 
-    lists = {name: numbers(f"--{name}", arguments.pop(name), float) for name in ("taus", "thetas", "thresholds")}
-    arguments["search"] = made_of(Search, lists | {name: arguments.pop(name) for name in ("l1", "l2")})
+    lists = {name: numbers(f"--{name}", arguments[name], float) for name in ("taus", "thetas", "thresholds")}
+    arguments["search"] = made_of(Search, arguments | lists)
     arguments["timesteps"] = numbers("--timesteps", timesteps, float)
-    print(f"settings of every head: {tune_sparge(**arguments)}")
+    print(f"settings of every head: {tune_sparge(made_of(TuneSettings, arguments))}")

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -17,10 +17,10 @@ from vsa.attention.sparge.tune import Input, Point, Search, tune_layer
 from vsa.attention.sparge.tuned import SHAPE, HeadSettings, Tuned, read_tuned
 from vsa.attention.tiling import Grid
 from vsa.checkpoints.weight_source import Group
-from vsa.data.video_files import IMAGE_SUFFIXES, VIDEO_SUFFIXES
 from vsa.errors import refuse_unwritable, usable_device
-from vsa.evaluation.comparison.captures import Capture, capture_clips, load_captures
-from vsa.evaluation.inspection.clip import open_clip, open_inspected
+from vsa.evaluation.comparison.captures import Capture, load_captures
+from vsa.evaluation.comparison.runs import RunModel
+from vsa.evaluation.inspection.clip import check_timesteps, clip_names, open_inspected
 from vsa.files import file_digest, read_csv
 from vsa.pages.charts import Chart, Panel, Series, draw_panel, write_csv
 from vsa.pages.page import Cell, Page, Table
@@ -35,49 +35,15 @@ CAREFUL = (
 )
 
 
-class Source(Protocol):
-    """Source of q, k and v."""
-
-    layers: int
-    heads: int
-    head_dim: int
-    name: str
-
-    def inputs(self, layer: int) -> int:
-        """Number of captures of a layer."""
-        ...
-
-    def captures(self, layer: int) -> Sequence[Capture]:
-        """The captures of a layer."""
-        ...
-
-
-def tune_sparge(
-    *,
-    run: str | None = None,
-    clips: str | None = None,
-    captures: Path | None = None,
-    out: Path | None = None,
-    q_tokens: int = 128,
-    kv_tokens: int = 64,
-    order: Literal["raster", "hilbert"] = "hilbert",
-    search: Search = Search(),  # noqa: B008
-    timesteps: Sequence[float] | None = None,
-    most_clips: int = 1,
-    latents: Grid = (21, 60, 104),
-    weights: Group | None = None,
-    pipeline: str | None = None,
-    dtype: Literal["float32", "bfloat16", "float16"] | None = None,
-    device: str | None = None,
-    seed: int = 0,
-) -> Path:
-    """Tune SpargeAttn for a model, layer by layer; layers that the file already has are kept.
+@dataclass(frozen=True, kw_only=True)
+class TuneSettings:
+    """Model to tune SpargeAttn for, and how.
 
     Args:
         run: a run, checkpoint or export whose q, k, v are captured, one layer after another.
         clips: folder of videos, a video, or the id of a sample; see `open_clip`.
         captures: file of `save_captures` with all layers, in place of a run.
-        out: output folder; None: `sparge`.
+        out: output folder.
         q_tokens: see `SpargeAttention`.
         kv_tokens: see `SpargeAttention`.
         order: see `SpargeAttention`.
@@ -91,61 +57,89 @@ def tune_sparge(
         device: compute device; None: a GPU if there is one.
         seed: seed of the noise.
 
+    Raises:
+        ValueError: options that contradict each other, by their names on the command line.
+    """
+
+    run: str | None = None
+    clips: str | None = None
+    captures: Path | None = None
+    out: Path = Path("sparge")
+    q_tokens: int = 128
+    kv_tokens: int = 64
+    order: Literal["raster", "hilbert"] = "hilbert"
+    search: Search = field(default_factory=Search)
+    timesteps: Sequence[float] | None = None
+    most_clips: int = 1
+    latents: Grid = (21, 60, 104)
+    weights: Group | None = None
+    pipeline: str | None = None
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    device: str | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if (self.run is None) == (self.captures is None):
+            raise ValueError("expected one of --run and --captures, got " + ("none" if self.run is None else "both"))
+        if self.run is not None and self.clips is None:
+            raise ValueError(f"--run {self.run} needs --clips to capture q, k, v of")
+        if self.run is None and self.clips is not None:
+            raise ValueError("--clips needs a model: set --run")
+        for name in ("timesteps", "weights", "pipeline"):
+            if self.run is None and getattr(self, name) is not None:
+                raise ValueError(f"--{name} is an option of --run only")
+
+
+class Source(NamedTuple):
+    """Queries, keys and values of every layer.
+
+    Args:
+        name: origin, for humans.
+        heads: number of heads.
+        head_dim: head dim.
+        counts: number of captures of each layer.
+        captures: function that returns the captures of a layer.
+    """
+
+    name: str
+    heads: int
+    head_dim: int
+    counts: Sequence[int]
+    captures: Callable[[int], Sequence[Capture]]
+
+
+def tune_sparge(asked: TuneSettings) -> Path:
+    """Tune SpargeAttn for a model, layer by layer; layers that the file already has are kept.
+
     Returns:
         Path of the file for `attention.tuned`.
     """
-    if (run is None) == (captures is None):
-        raise ValueError("expected one of --run and --captures, got " + ("none" if run is None else "both"))
-    if run is not None and clips is None:
-        raise ValueError(f"--run {run} needs --clips to capture q, k, v of")
-    if run is None and clips is not None:
-        raise ValueError("--clips needs a model: set --run")
-    for name, value in {"timesteps": timesteps, "weights": weights, "pipeline": pipeline}.items():
-        if run is None and value is not None:
-            raise ValueError(f"--{name} is an option of --run only")
-    device = usable_device(device)
-    folder = Path("sparge") if out is None else out
+    device, folder, search = usable_device(asked.device), asked.out, asked.search
     refuse_unwritable(folder)
     path = folder / FILE
     if (folder / PAGE).exists() and not path.exists():
         raise ValueError(f"{folder / PAGE} is not from `vsa tune-sparge`: choose another folder with --out")
+    blocks = {"q_tokens": asked.q_tokens, "kv_tokens": asked.kv_tokens, "order": asked.order}
     # raises before a model is opened
-    SpargeAttention(dim=1, num_heads=1, head_dim=1, q_tokens=q_tokens, kv_tokens=kv_tokens, threshold=-1.0)
-    source: Source
-    if run is not None:
-        assert clips is not None
-        source = _Model(run, clips, timesteps or TIMESTEPS, most_clips, seed, weights, pipeline, device, latents)
-    else:
-        assert captures is not None
-        source = _File(captures)
-    kind = dtype or ("float32" if torch.device(device).type == "cpu" else "bfloat16")
-    provenance = {"source": source.name, "dtype": kind} | {
+    SpargeAttention(dim=1, num_heads=1, head_dim=1, threshold=-1.0, **blocks)
+    source = _of_file(asked.captures) if asked.captures is not None else _of_run(asked, device)
+    dtype = asked.dtype or ("float32" if torch.device(device).type == "cpu" else "bfloat16")
+    made = {"source": source.name, "dtype": dtype} | {
         name: list(value) if isinstance(value, list | tuple) else value for name, value in asdict(search).items()
     }
-    heads, head_dim = source.heads, source.head_dim
-    tuned = Tuned(
-        layers=source.layers,
-        heads=heads,
-        head_dim=head_dim,
-        q_tokens=q_tokens,
-        kv_tokens=kv_tokens,
-        order=order,
-        made=provenance,
-    )
+    heads, head_dim, layers = source.heads, source.head_dim, len(source.counts)
+    tuned = Tuned(layers=layers, heads=heads, head_dim=head_dim, made=made, **blocks)
     heads_by_layer: dict[int, Sequence[HeadSettings]] = dict(_finished(path, tuned))
-    method = SpargeAttention(
-        dim=heads * head_dim, num_heads=heads, head_dim=head_dim, q_tokens=q_tokens, kv_tokens=kv_tokens, order=order
-    )
-    bounds = {"l1": search.l1, "l2": search.l2}
-    calls = [source.inputs(layer) * search.steps for layer in range(source.layers)]
+    method = SpargeAttention(dim=heads * head_dim, num_heads=heads, head_dim=head_dim, **blocks)
+    calls = [count * search.steps for count in source.counts]
     finished_calls = sum(calls[layer] for layer in heads_by_layer)
     with progress_bar("tuning", sum(calls), done=finished_calls, transient=True) as advance:
-        for layer in (i for i in range(source.layers) if i not in heads_by_layer):
+        for layer in (i for i in range(layers) if i not in heads_by_layer):
             items = source.captures(layer)
 
             def inputs(items: Sequence[Capture] = items) -> Iterator[Input]:
                 for item in items:
-                    q, k, v = (x.to(device, getattr(torch, kind)) for x in (item.q, item.k, item.v))
+                    q, k, v = (x.to(device, getattr(torch, dtype)) for x in (item.q, item.k, item.v))
                     yield Input(q, k, v, item.grid_thw)
 
             try:
@@ -155,82 +149,58 @@ def tune_sparge(
             write_csv(_points(folder, layer), Point._fields, points)
             # written last, since a layer in the file counts as finished
             replace(tuned, found=heads_by_layer).write(path)
-    _write_page(folder, read_tuned(str(path)), bounds)
+    _write_page(folder, read_tuned(str(path)), search)
     return path
 
 
-class _Model:
-    """Captures from a model on clips, one layer at a time, because all layers do not fit into memory."""
-
-    def __init__(
-        self,
-        run: str,
-        clips: str,
-        timesteps: Sequence[float],
-        most: int,
-        seed: int,
-        weights: Group | None,
-        pipeline: str | None,
-        device: str,
-        latents: Grid,
-    ):
-        if bad := [t for t in timesteps if not 0 <= t <= 1000]:
-            raise ValueError(f"--timesteps lie between 0 and 1000, got {bad[0]:g}")
-        self.run = open_inspected(run, pipeline=pipeline, weights=weights, device=device, dense_latents=latents)
-        names = [clips]
-        if Path(clips).is_dir():
-            suffixes = (*VIDEO_SUFFIXES, *IMAGE_SUFFIXES)
-            names = [str(path) for path in sorted(Path(clips).iterdir()) if path.suffix.lower() in suffixes][:most]
-            if not names:
-                raise ValueError(f"--clips {clips} holds no videos")
-        self.clips = [open_clip(self.run, name) for name in names]
-        self.timesteps, self.seed, self.layers = timesteps, seed, len(self.run.model.blocks)
-        at = ", ".join(f"{t:g}" for t in timesteps)
-        self.heads, self.head_dim = self.run.model.num_heads, self.run.model.head_dim
-        digests = [f" ({file_digest(Path(name))[:16]})" if Path(name).is_file() else "" for name in names]
-        clip_names = "; ".join(clip.name + digest for clip, digest in zip(self.clips, digests, strict=True))
-        self.name = (
-            f"{self.run.source}, step {self.run.step}, {self.run.weights} weights: {clip_names} at {at}, seed {seed}"
-        )
-        for name, value in {"latents": latents, "pipeline": pipeline}.items():
-            self.name += f", {name} {value}"
-
-    def inputs(self, layer: int) -> int:
-        return len(self.clips) * len(self.timesteps)
-
-    def captures(self, layer: int) -> Sequence[Capture]:
-        return capture_clips(self.run, self.clips, layers=[layer], timesteps=self.timesteps, seed=self.seed).items
+def _of_run(asked: TuneSettings, device: str) -> Source:
+    """Captures of a model on clips, one layer at a time, because all layers do not fit into memory."""
+    assert asked.run is not None
+    assert asked.clips is not None
+    timesteps = asked.timesteps or TIMESTEPS
+    check_timesteps(timesteps)
+    run = open_inspected(
+        asked.run, pipeline=asked.pipeline, weights=asked.weights, device=device, dense_latents=asked.latents
+    )
+    model, names = RunModel(run), clip_names(asked.clips, asked.most_clips)
+    clips = [model.open_clip(name) for name in names]
+    digests = [f" ({file_digest(Path(name))[:16]})" if Path(name).is_file() else "" for name in names]
+    clip_text = "; ".join(clip.name + digest for clip, digest in zip(clips, digests, strict=True))
+    at = ", ".join(f"{t:g}" for t in timesteps)
+    return Source(
+        name=f"{run.source}, step {run.step}, {run.weights} weights: {clip_text} at {at}, seed {asked.seed}, "
+        f"latents {asked.latents}, pipeline {asked.pipeline}",
+        heads=run.model.num_heads,
+        head_dim=run.model.head_dim,
+        counts=[len(clips) * len(timesteps)] * model.num_layers,
+        captures=lambda layer: model.capture(clips, layers=[layer], timesteps=timesteps, seed=asked.seed).items,
+    )
 
 
-class _File:
+def _of_file(path: Path) -> Source:
     """Captures of all layers from a file."""
-
-    def __init__(self, path: Path):
-        self.items = load_captures(path).items
-        layers = sorted({item.layer for item in self.items})
-        self.layers = layers[-1] + 1
-        if missing := sorted(set(range(self.layers)) - set(layers)):
-            layer_list = ", ".join(map(str, layers))
-            raise ValueError(f"--captures {path} has layers {layer_list}: layer {missing[0]} is missing")
-        self.heads, self.head_dim = self.items[0].q.shape[2:]
-        for item in self.items:
+    by_layer: dict[int, list[Capture]] = {}
+    for item in load_captures(path).items:
+        by_layer.setdefault(item.layer, []).append(item)
+    layers = sorted(by_layer)
+    if missing := sorted(set(range(layers[-1])) - set(layers)):
+        raise ValueError(f"--captures {path} has layers {', '.join(map(str, layers))}: layer {missing[0]} is missing")
+    heads, head_dim = by_layer[0][0].q.shape[2:]
+    for layer in layers:
+        for item in by_layer[layer]:
             sizes = [tuple(x.shape[2:]) for x in (item.q, item.k, item.v)]
-            if sizes != [(self.heads, self.head_dim)] * 3:
+            if sizes != [(heads, head_dim)] * 3:
                 raise ValueError(
-                    f"--captures {path}: q, k, v of layer {item.layer} have heads and head dims {sizes}, "
-                    f"layer {self.items[0].layer} has {self.heads, self.head_dim}"
+                    f"--captures {path}: q, k, v of layer {layer} have heads and head dims {sizes}, "
+                    f"layer 0 has {heads, head_dim}"
                 )
-        self.name = f"{path.name}, sha256 {file_digest(path)[:16]}"
-
-    def inputs(self, layer: int) -> int:
-        return len(self.captures(layer))
-
-    def captures(self, layer: int) -> Sequence[Capture]:
-        return [item for item in self.items if item.layer == layer]
-
-
-def _fields(tuned: Tuned) -> dict[str, Any]:
-    return {name: getattr(tuned, name) for name in (*SHAPE, "readings", "keeps_sum", "made")}
+    return Source(
+        name=f"{path.name}, sha256 {file_digest(path)[:16]}",
+        heads=heads,
+        head_dim=head_dim,
+        counts=[len(by_layer[layer]) for layer in layers],
+        captures=by_layer.__getitem__,
+    )
 
 
 def _finished(path: Path, settings: Tuned) -> Mapping[int, Sequence[HeadSettings]]:
@@ -239,8 +209,9 @@ def _finished(path: Path, settings: Tuned) -> Mapping[int, Sequence[HeadSettings
         return {}
     tuned = read_tuned(str(path))
     hint = "choose another folder with --out"
+    shape = {name: getattr(settings, name) for name in (*SHAPE, "readings", "keeps_sum")}
     try:
-        tuned.refuse_other(str(path), **_fields(settings) | {"made": tuned.made})
+        tuned.refuse_other(str(path), **shape)
     except ValueError as error:
         raise ValueError(f"{error}: {hint}") from None
     for name, value in settings.made.items():
@@ -268,7 +239,8 @@ def _read_points(folder: Path, layer: int) -> list[Point]:
     return points
 
 
-def _write_page(folder: Path, tuned: Tuned, bounds: Mapping[str, float]) -> None:
+def _write_page(folder: Path, tuned: Tuned, search: Search) -> None:
+    bounds = {"l1": search.l1, "l2": search.l2}
     chart = error_chart(tuned, {layer: _read_points(folder, layer) for layer in tuned.found}, bounds)
     page = Page(
         folder / PAGE,

@@ -10,9 +10,10 @@ import torch
 from safetensors.torch import save_file
 
 from vsa.data.toy_videos import render_clip
-from vsa.evaluation.comparison.captures import Captures, capture_clips, load_captures, save_captures
+from vsa.evaluation.comparison.captures import Captures, load_captures, save_captures
 from vsa.evaluation.comparison.measure import measure
 from vsa.evaluation.comparison.methods import AS_TRAINED, Method, parse_method
+from vsa.evaluation.comparison.runs import RunModel
 from vsa.evaluation.inspection.clip import Clip
 from vsa.sampling.pipeline import LoadedRun, load_run
 
@@ -29,7 +30,7 @@ def clip(run: LoadedRun) -> Clip:
 
 
 @pytest.fixture(scope="module")
-def seen(run: LoadedRun, clip: Clip, tiny_config) -> tuple[Captures, dict[str, list[torch.Tensor]]]:
+def seen(run: LoadedRun, clip: Clip) -> tuple[Captures, dict[str, list[torch.Tensor]]]:
     """Captures of both layers at two timesteps, and by hooks what went in and out of the layers meanwhile."""
     hook_tensors: dict[str, list[torch.Tensor]] = {"v": [], "out": [], "gate": []}
     handles = []
@@ -38,16 +39,15 @@ def seen(run: LoadedRun, clip: Clip, tiny_config) -> tuple[Captures, dict[str, l
         handles.append(to_v.register_forward_hook(lambda _, args, out: hook_tensors["v"].append(out)))
         handles.append(to_out.register_forward_hook(lambda _, args, out: hook_tensors["out"].append(args[0])))
         handles.append(gate.register_forward_hook(lambda _, args, out: hook_tensors["gate"].append(out)))
-    captures = capture_clips(
-        run, [clip], layers=(0, 1), timesteps=(800.0, 300.0), attention=tiny_config()["attention"], seed=3
-    )
+    captures = RunModel(run).capture([clip], layers=(0, 1), timesteps=(800.0, 300.0), seed=3)
     for handle in handles:
         handle.remove()
     return captures, hook_tensors
 
 
-def test_captures_are_in_raster_order_with_their_places(seen, run):
+def test_captures_are_in_raster_order_with_their_places(seen, run, tiny_config):
     captures, hook_tensors = seen
+    assert captures.attention == tiny_config()["attention"]
     assert [(item.name, item.layer, item.timestep) for item in captures.items] == [
         ("a.mp4", layer, timestep) for timestep in (800, 300) for layer in (0, 1)
     ]
@@ -83,10 +83,11 @@ def test_its_own_method_is_measured_with_its_gates(seen, run):
 
 def test_watching_changes_nothing(seen, run, clip):
     captures, _ = seen
-    again = capture_clips(run, [clip], layers=(1,), timesteps=(300.0,), seed=3)
+    model = RunModel(run)
+    again = model.capture([clip], layers=(1,), timesteps=(300.0,), seed=3)
     assert [item.layer for item in again.items] == [1]
     assert torch.equal(again.items[0].q, captures.items[-1].q)
-    other = capture_clips(run, [clip], layers=(1,), timesteps=(300.0,), seed=4)
+    other = model.capture([clip], layers=(1,), timesteps=(300.0,), seed=4)
     assert not torch.equal(other.items[0].q, captures.items[-1].q)
 
 

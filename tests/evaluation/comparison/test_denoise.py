@@ -11,8 +11,8 @@ import torch
 from vsa.attention.denoising import DenoisingPlan
 from vsa.attention.full import FullAttention
 from vsa.attention.video_sparse import VideoSparseAttention
-from vsa.evaluation.comparison.denoise import compare_denoising
-from vsa.evaluation.comparison.methods import AS_TRAINED, Method, parse_methods
+from vsa.evaluation.comparison.methods import AS_TRAINED, parse_methods
+from vsa.evaluation.comparison.runs import RunModel
 from vsa.evaluation.video_metrics import psnr, ssim
 from vsa.sampling.pipeline import generate, load_run
 
@@ -23,11 +23,12 @@ def test_methods_are_put_into_the_same_weights(tiny_run_dir: Path):
     run = load_run(tiny_run_dir, device="cpu")
     settings = run.settings(steps=2, seed=5, batch_size=1)
     names = ["video_sparse topk=8", "video_sparse topk=2", "staged stages=f score=random topk=1", "spatial_full"]
-    own = Method(label=AS_TRAINED, family=AS_TRAINED, config={}, trained=True)
+    compared = RunModel(run)
+    compared.settings = settings
     steps: list[int] = []
-    methods = [*parse_methods(names, tile_thw=(2, 2, 2)), own]
+    methods = [*parse_methods(names, tile_thw=(2, 2, 2)), *compared.own]
     before = {name: p.clone() for name, p in run.model.named_parameters()}
-    rows = compare_denoising(run, PROMPTS, methods, settings, DenoisingPlan(), progress=steps.append)
+    rows = compared.denoise(PROMPTS, methods, DenoisingPlan(), steps.append)
     assert sum(steps) == len(methods) * len(PROMPTS) * settings.steps
     assert [row.method for row in rows] == ["full", *names, AS_TRAINED]
     full, every, few, random, spatial, own_row = rows
@@ -63,12 +64,18 @@ def test_methods_are_put_into_the_same_weights(tiny_run_dir: Path):
     assert all(torch.equal(p, before[name]) for name, p in run.model.named_parameters())
 
 
+def planned(run_dir: Path, steps: int) -> RunModel:
+    run = load_run(run_dir, device="cpu")
+    model = RunModel(run)
+    model.settings = run.settings(steps=steps, seed=5)
+    return model
+
+
 PLANNED = ("video_sparse topk=2", "staged stages=f score=random topk=1", "pooled_tail topk=1", "spatial_full")
 
 
 def test_dense_steps_are_dense_attention_in_every_method(tiny_run_dir: Path):
-    run = load_run(tiny_run_dir, device="cpu")
-    settings = run.settings(steps=2, seed=5)
+    model = planned(tiny_run_dir, 2)
     methods = parse_methods(PLANNED, tile_thw=(2, 2, 2))
     clips = {}
     for name, plan in {
@@ -77,7 +84,7 @@ def test_dense_steps_are_dense_attention_in_every_method(tiny_run_dir: Path):
         "steps": DenoisingPlan(dense_steps=2, refresh=2),
         "layers": DenoisingPlan(dense_layers=(0, 1)),
     }.items():
-        clips[name] = compare_denoising(run, PROMPTS[:1], methods, settings, plan)
+        clips[name] = model.denoise(PROMPTS[:1], methods, plan)
     shares = [1 / 4, 1 / 8, 1 / 8, 1 / 4]
     for rows, expected in zip(
         clips.values(), (shares, [(1 + share) / 2 for share in shares], [1] * 4, [1] * 4), strict=True
@@ -93,9 +100,7 @@ def test_dense_steps_are_dense_attention_in_every_method(tiny_run_dir: Path):
 
 
 def test_a_plan_s_budgets_are_those_of_its_steps(tiny_run_dir: Path):
-    run = load_run(tiny_run_dir, device="cpu")
-    settings = run.settings(steps=4)
     plan = DenoisingPlan(dense_steps=1, step_topk=[(2, 1)], step_sparsity=[(3, 0.5)])
-    rows = compare_denoising(run, PROMPTS[:1], parse_methods(PLANNED[::3], tile_thw=(2, 2, 2)), settings, plan)
+    rows = planned(tiny_run_dir, 4).denoise(PROMPTS[:1], parse_methods(PLANNED[::3], tile_thw=(2, 2, 2)), plan)
     # all tiles, its own 2 of 8, 1, and half of them; a method that selects none is dense in the first step
     assert [row.density for row in rows] == pytest.approx([1, (8 + 2 + 1 + 4) / 32, (1 + 3 / 4) / 4])

@@ -116,6 +116,17 @@ def test_a_run_with_clips_and_prompts(tiny_run_dir: Path, videos: Path, tmp_path
     shutil.rmtree(out)
 
 
+@pytest.mark.usefixtures("no_pictures")
+def test_prompts_without_clips(tiny_run_dir: Path, tmp_path: Path, capsys):
+    words = ["--run", tiny_run_dir, "--prompt", "a cat", "--steps", "1", *options("spatial_full"), "--device", "cpu"]
+    run_command(compare_attention, *words, "--out", tmp_path / "out")
+    record = json.loads((tmp_path / "out" / "comparison.json").read_text())
+    assert record["rows"] == []
+    assert [row["method"] for row in record["denoising"]] == ["full", "spatial_full", "as trained"]
+    assert "denoising runs against dense attention" in capsys.readouterr().out
+    assert "Denoising runs" in Page((tmp_path / "out" / "comparison.html").read_text(encoding="utf-8")).texts
+
+
 def test_drawn_fields_and_a_page_that_loads_nothing(tmp_path: Path, monkeypatch, capsys, no_pictures):
     # one picture stands for all
     touch = page_module.draw_panel

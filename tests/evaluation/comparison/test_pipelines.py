@@ -15,22 +15,23 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.commands import run_command
-from tests.data.tiny_wan import make_pipeline
+from tests.data.tiny_wan import make_pipeline, make_vae
 from tests.integrations import tiny
 from tests.integrations.oracle import masked_attention
 from vsa.attention.denoising import DenoisingPlan
 from vsa.cli.compare_attention import compare_attention
+from vsa.data.codecs import WanVAE
 from vsa.data.toy_videos import render_clip
 from vsa.data.video_files import write_video
 from vsa.diffusion.flow_matching import noise_like
-from vsa.diffusion.latent_statistics import LatentStatistics
 from vsa.evaluation.comparison import pipelines
 from vsa.evaluation.comparison.methods import parse_methods
-from vsa.evaluation.comparison.pipelines import capture_pipeline, compare_pipeline, pipeline_plan, transformer_at
+from vsa.evaluation.comparison.pipelines import PipelineModel, transformer_at
+from vsa.evaluation.comparison.settings import CompareSettings
 from vsa.evaluation.inspection.clip import Clip
 from vsa.evaluation.video_metrics import psnr
 from vsa.integrations.diffusers import applied_attention
-from vsa.integrations.diffusers.pipeline import ClipSettings, generate_videos
+from vsa.integrations.diffusers.pipeline import ClipSettings, generate_videos, open_pipeline
 from vsa.sampling.pipeline import clip_seeds
 
 # 5 frames of 48 x 80 pixels: 2 x 3 x 5 tokens in 10 tiles of 3
@@ -45,6 +46,19 @@ def pipe() -> Any:
     tiny.stirred(pipeline.transformer)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
+
+
+@pytest.fixture(scope="module")
+def model(pipe, tmp_path_factory: pytest.TempPathFactory) -> PipelineModel:
+    folder = tmp_path_factory.mktemp("pipeline")
+    make_vae().save_pretrained(folder / "vae")
+    return PipelineModel(pipe, WanVAE(str(folder)), source="here", latents=(2, 6, 10))
+
+
+def asked(**options: Any) -> CompareSettings:
+    return CompareSettings(
+        pipeline="here", prompts=PROMPTS, steps=CLIP.steps, guidance=CLIP.guidance, seed=2, **options
+    )
 
 
 @contextmanager
@@ -63,18 +77,17 @@ def hearing() -> Iterator[list[tuple[Tensor, Tensor, Tensor]]]:
 
 
 @torch.no_grad()
-def test_captures_are_what_the_pipelines_own_layers_see(pipe):
+def test_captures_are_what_the_pipelines_own_layers_see(pipe, model):
     latents = tiny.randn(16, 2, 6, 10, seed=3)
-    statistics = LatentStatistics(mean=torch.linspace(-1, 1, 16), std=torch.linspace(0.5, 3, 16))
     clip = Clip(name="a.mp4", caption=PROMPTS[0], video=torch.zeros(5, 48, 80, 3, dtype=torch.uint8), latents=latents)
-    captures = capture_pipeline(
-        pipe, [clip], statistics, source="here", layers=(0, 1), timesteps=(900.0, 250.0), seed=4
-    )
+    captures = model.capture([clip], layers=(0, 1), timesteps=(900.0, 250.0), seed=4)
     assert [(item.name, item.layer, item.timestep) for item in captures.items] == [
         ("a.mp4", layer, timestep) for timestep in (900, 250) for layer in (0, 1)
     ]
     text, _ = pipe.encode_prompt(PROMPTS[0], do_classifier_free_guidance=False, max_sequence_length=512)
-    clean = (latents[None] - statistics.mean.view(1, -1, 1, 1, 1)) / statistics.std.view(1, -1, 1, 1, 1)
+    # those of the VAE
+    mean, std = (torch.linspace(*ends, 16).view(1, -1, 1, 1, 1) for ends in ((-1, 1), (0.5, 3)))
+    clean = (latents[None] - mean) / std
     noise = noise_like(clean, clip_seeds(4, [""]))
     with hearing() as calls:
         for sigma in (0.9, 0.25):
@@ -90,15 +103,15 @@ def test_captures_are_what_the_pipelines_own_layers_see(pipe):
     for other in (calls[1], calls[2]):
         assert (captures.items[0].q - other[0]).abs().max() > 0.01
     assert applied_attention(pipe.transformer) is None
-    (alone,) = capture_pipeline(pipe, [clip], statistics, source="", layers=(1,), timesteps=(250.0,), seed=4).items
+    (alone,) = model.capture([clip], layers=(1,), timesteps=(250.0,), seed=4).items
     assert torch.equal(alone.q, captures.items[3].q)
 
 
-def test_a_method_denoises_as_the_pipeline_under_its_mask(pipe):
+def test_a_method_denoises_as_the_pipeline_under_its_mask(pipe, model):
     methods = parse_methods(["video_sparse topk=3", "video_sparse topk=10", "spatial_full"], tile_thw=TILE)
     steps: list[int] = []
-    plan = pipeline_plan(pipe, methods, CLIP, {})
-    rows = compare_pipeline(pipe, PROMPTS[:1], methods, CLIP, plan, seed=2, progress=steps.append)
+    rows = model.denoise(PROMPTS[:1], methods, model.prepare(methods, asked()), steps.append)
+    assert model.settings == CLIP
     assert sum(steps) == len(methods) * CLIP.steps
     full, few, every, spatial = rows
     assert (full.density, full.psnr, full.ssim) == (1, None, None)
@@ -126,13 +139,13 @@ def test_a_method_denoises_as_the_pipeline_under_its_mask(pipe):
 
 
 @pytest.mark.slow
-def test_a_plan_is_of_all_but_dense_attention(pipe):
+def test_a_plan_is_of_all_but_dense_attention(model):
     methods = parse_methods(["video_sparse topk=3", "spatial_full"], tile_thw=TILE)
-    plan = pipeline_plan(pipe, methods, CLIP, {"dense_steps": 1, "step_topk": [(2, 5)]})
-    rows = compare_pipeline(pipe, PROMPTS[:1], methods, CLIP, plan, seed=2)
+    plan = model.prepare(methods, asked(denoising={"dense_steps": 1, "step_topk": [(2, 5)]}))
+    rows = model.denoise(PROMPTS[:1], methods, plan)
     # all tiles, its own 3, and 5; attention that selects none is dense in the first step
     assert [row.density for row in rows] == pytest.approx([1, (1 + 0.3 + 0.5) / 3, (1 + 2 * 0.5) / 3])
-    alone = compare_pipeline(pipe, PROMPTS[:1], methods, CLIP, DenoisingPlan(dense_steps=3), seed=2)
+    alone = model.denoise(PROMPTS[:1], methods, DenoisingPlan(dense_steps=3))
     assert [row.density for row in alone] == [1, 1, 1]
     assert min(row.psnr or 0 for row in alone[1:]) > 80
 
@@ -145,9 +158,9 @@ def test_a_plan_is_of_all_but_dense_attention(pipe):
         (["spatial_full"], {"refresh": 2}, "denoising has refresh=2, but full, spatial_full selects no tiles"),
     ],
 )
-def test_what_cannot_be_is_told_before_anything_is_sampled(pipe, methods, options, message):
+def test_what_cannot_be_is_told_before_anything_is_sampled(model, methods, options, message):
     with pytest.raises(ValueError, match=message):
-        pipeline_plan(pipe, parse_methods(methods, tile_thw=TILE), CLIP, options)
+        model.prepare(parse_methods(methods, tile_thw=TILE), asked(denoising=options))
 
 
 def test_each_of_two_transformers_has_its_noise_levels():
@@ -169,10 +182,9 @@ def test_a_pipeline_by_command(pipe, tmp_path: Path):
     words += ["--latents", "2", "6", "10", "--tile", *map(str, TILE), "--method", "video_sparse topk=3"]
     words += ["--timesteps", "500", "--repeats", "1", "--device", "cpu", "--save", tmp_path / "q.safetensors"]
     run_command(compare_attention, *words, "--out", tmp_path / "out")
-    pipeline = pipelines.OpenedPipeline(
-        str(tmp_path / "wan"), (2, 6, 10), flow_shift=None, dtype=torch.float32, device="cpu"
-    )
-    assert pipeline.grid_thw == GRID
+    source = str(tmp_path / "wan")
+    opened = PipelineModel(open_pipeline(source), WanVAE(source), source=source, latents=(2, 6, 10))
+    assert opened.grid_thw == GRID
     record = json.loads((tmp_path / "out" / "comparison.json").read_text())
     assert [(row["method"], row["layer"]) for row in record["rows"]] == [
         (name, layer) for layer in (0, 1) for name in ("full", "video_sparse topk=3")

@@ -11,9 +11,9 @@ from rich.console import Console
 
 from vsa.attention.denoising import DenoisingPlan
 from vsa.evaluation.comparison import terminal
-from vsa.evaluation.comparison.denoise import Denoised
 from vsa.evaluation.comparison.figures import HEADINGS, denoising_table, result_table
 from vsa.evaluation.comparison.measure import Row
+from vsa.evaluation.comparison.model import Denoised
 from vsa.evaluation.comparison.terminal import print_results
 from vsa.pages.page import Table
 

@@ -21,11 +21,11 @@ from vsa.attention.context import AttnContext
 from vsa.attention.layout import Segment, TileLayout
 from vsa.attention.tiling import Grid
 from vsa.checkpoints.weight_files import finite
-from vsa.evaluation.attention_map import denoise_once
-from vsa.evaluation.inspection.clip import Clip
 from vsa.files import atomic_file, open_tensors, parse_json
-from vsa.sampling.pipeline import LoadedRun, encode_prompts
 from vsa.settings import AtLeastOne, Count
+
+Keep = Callable[..., None]
+"""Function of layer, context, q, k, v and extra tensors of an attention call, in the layout's order."""
 
 FORMAT = "vsa-captures-1"
 MEANING = (
@@ -91,63 +91,10 @@ class Captures:
     attention: Mapping[str, Any] | None = None
 
 
-@torch.no_grad()
-def capture_clips(
-    run: LoadedRun,
-    clips: Sequence[Clip],
-    *,
-    layers: Sequence[int],
-    timesteps: Sequence[float],
-    seed: int = 0,
-    attention: Mapping[str, Any] | None = None,
-    progress: Callable[[int], None] | None = None,
-) -> Captures:
-    """Capture q, k, v of layers of a model on noised clips, with the model's own attention at its trained top-k.
-
-    Args:
-        run: model, codec and text encoder.
-        clips: clips from `open_clip`.
-        layers: indices of the layers.
-        timesteps: timesteps in [0, 1000].
-        seed: seed of the noise.
-        attention: config of the model's own method.
-        progress: called with 1 after each forward.
-    """
-    captures: list[Capture] = []
-    for clip in clips:
-        text, mask = encode_prompts(run.text_encoder, [clip.caption], run.device, run.text_padding)
-        latents = run.statistics.normalise(clip.latents[None])
-        topk = run.settings(latent_shape=tuple(clip.latents.shape)).topk
-        for timestep in timesteps:
-
-            def keep(layer: int, ctx: AttnContext, q, k, v, extra, name=clip.name, timestep=timestep) -> None:
-                if layer not in layers:
-                    return
-                raster = [ctx.layout.unpermute(x).cpu() for x in (q, k, v, *extra.values())]
-                captures.append(
-                    Capture(
-                        name=name,
-                        grid_thw=ctx.layout.only_video("a capture").grid_thw,
-                        **dict(zip("qkv", raster[:3], strict=True)),
-                        layer=layer,
-                        timestep=timestep,
-                        extra=dict(zip(extra, raster[3:], strict=True)),
-                        topk=ctx.topk if isinstance(ctx.topk, int) else None,
-                    )
-                )
-
-            own: list[Any] = [block.method for block in run.model.blocks]
-            model = run.model.with_attention(lambda layer_idx, keep=keep, own=own, **_: Watched(own[layer_idx], keep))
-            denoise_once(model, latents, text, mask, sigma=timestep / 1000, topk=topk, seed=seed)
-            if progress is not None:
-                progress(1)
-    return Captures(items=captures, source=run.source, attention=attention)
-
-
 class Watched(AttentionMethod):
-    """Wrapper of a layer's method that passes its inputs to `keep(layer, ctx, q, k, v, extra)`."""
+    """Wrapper of a layer's method that passes its inputs to `keep`."""
 
-    def __init__(self, method: AttentionMethod, keep: Callable[..., None]):
+    def __init__(self, method: AttentionMethod, keep: Keep):
         sizes = {name: getattr(method, name) for name in ("dim", "num_heads", "head_dim", "layer_idx")}
         super().__init__(**sizes)
         self.method, self.keep = method, keep
@@ -175,15 +122,10 @@ def save_captures(captures: Captures, path: Path) -> Path:
     """Write captures to a safetensors file whose metadata describes them; see `MEANING`."""
     tensors, descriptions = {}, []
     for i, item in enumerate(captures.items):
-        named_tensors = {
-            "q": item.q,
-            "k": item.k,
-            "v": item.v,
-            **{f"extra.{name}": x for name, x in item.extra.items()},
-        }
+        named_tensors = {"q": item.q, "k": item.k, "v": item.v}
+        named_tensors |= {f"extra.{name}": x for name, x in item.extra.items()}
         tensors |= {f"{i}.{name}": x.contiguous() for name, x in named_tensors.items()}
-        names = ("name", "grid_thw", "layer", "timestep", "topk")
-        descriptions.append({name: getattr(item, name) for name in names})
+        descriptions.append({name: getattr(item, name) for name in _CAPTURE})
     facts = {"source": captures.source, "attention": captures.attention, "captures": descriptions}
     with atomic_file(path) as temporary:
         save_file(tensors, temporary, metadata={"format": FORMAT, "meaning": MEANING, "captures": json.dumps(facts)})
@@ -221,5 +163,4 @@ def _item(tensors: Mapping[str, Tensor], i: int, description: Mapping[str, Any])
             )
     prefix = f"{i}.extra."
     extra = {name.removeprefix(prefix): x for name, x in tensors.items() if name.startswith(prefix)}
-    values = {name: description[name] for name in ("name", "layer", "timestep", "topk")}
-    return Capture(grid_thw=(t, h, w), q=q, k=k, v=v, extra=extra, **values)
+    return Capture(**{**description, "grid_thw": (t, h, w)}, q=q, k=k, v=v, extra=extra)

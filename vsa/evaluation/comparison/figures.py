@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean
+from typing import Any
 
 import numpy as np
 
-from vsa.evaluation.comparison.denoise import Denoised
+from vsa.attention.denoising import DenoisingPlan
 from vsa.evaluation.comparison.measure import Row
 from vsa.evaluation.comparison.methods import AS_TRAINED
+from vsa.evaluation.comparison.model import Denoised
 from vsa.pages.charts import Chart, Panel, Series
 from vsa.pages.page import Cell, Table
 
+DENSITY = "density: computed token pairs"
 MEANT = ("density", "visited", "recall", "error_l1", "error_l2", "ms", "attention_ms", "prediction_ms", "speedup")
 """Numbers of a row that have a mean over captures."""
 
@@ -31,17 +34,21 @@ HEADINGS = [
 ]
 
 
+def plan_text(plan: DenoisingPlan) -> str:
+    """A plan as a suffix of a heading."""
+    changes = ", ".join(f"{name}={value}" for name, value in plan.changes().items())
+    return f"; all but dense attention with {changes}" if changes else ""
+
+
 def groups(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """Rows that belong together: all, each layer and each timestep of a model; each kind of drawn tensors by itself."""
+    """Rows by group: all, each layer and each timestep of a model; one group per kind of synthetic tensors."""
     if any(row.timestep is None for row in rows):
         return {name: [row for row in rows if row.capture == name] for name in dict.fromkeys(r.capture for r in rows)}
-    rows_by_group = {"all": [*rows]}
+    rows_by_group = {"all": [*rows]} if rows else {}
     for text, key in (("layer {}", "layer"), ("timestep {:g}", "timestep")):
         values = list(dict.fromkeys(getattr(row, key) for row in rows))
         if len(values) > 1:
-            rows_by_group |= {
-                text.format(value): [row for row in rows if getattr(row, key) == value] for value in values
-            }
+            rows_by_group |= {text.format(value): [r for r in rows if getattr(r, key) == value] for value in values}
     return rows_by_group
 
 
@@ -60,19 +67,29 @@ def means(rows: Sequence[Row]) -> list[Row]:
     return mean_rows
 
 
+def values_of(rows: Sequence[Any], columns: Sequence[str]) -> list[list[Any]]:
+    """Values of rows for a CSV with these columns."""
+    return [[getattr(row, column) for column in columns] for row in rows]
+
+
+def values_by_group(rows: Sequence[Row], columns: Sequence[str]) -> list[list[Any]]:
+    """Means of each group and method for a CSV: the group, then these columns."""
+    return [[group, *line] for group, some in groups(rows).items() for line in values_of(means(some), columns)]
+
+
 def error_chart(rows: Sequence[Row]) -> Chart:
     """Error over what it costs."""
-    panels: dict[tuple[str, ...], Panel] = {}
-    colours = families(rows)
-    for group, some in groups(rows).items():
-        for over, label, log, value in (
-            ("density", "density: computed token pairs", False, lambda row: row.density),
-            ("time", "milliseconds of a layer", True, lambda row: row.ms),
-            ("speed-up", "speed-up over dense attention", False, lambda row: row.speedup),
-        ):
-            panels[over, group] = _panel(
-                means(some), colours, value, lambda row: row.error_l1, x=label, y="relative L1 error", x_log=log
-            )
+    costs = {
+        "density": ("density", DENSITY),
+        "time": ("ms", "milliseconds of a layer"),
+        "speed-up": ("speedup", "speed-up over dense attention"),
+    }
+    panels = {
+        (over, group): _panel(rows, means(some), x, "error_l1", x_label=label, y_label="relative L1 error")
+        for group, some in groups(rows).items()
+        for over, (x, label) in costs.items()
+    }
+    columns = ("method", "density", "ms", "speedup", "error_l1")
     return Chart(
         key="error",
         title="Error against density and speed",
@@ -81,28 +98,20 @@ def error_chart(rows: Sequence[Row]) -> Chart:
         panels=panels,
         drawn=[key for key in panels if not is_part(key[-1])],
         switches=("over", "captures"),
-        columns=("captures", "method", "density", "ms", "speedup", "error_l1"),
-        rows=[
-            (group, row.method, row.density, row.ms, row.speedup, row.error_l1)
-            for group, some in groups(rows).items()
-            for row in means(some)
-        ],
+        columns=("captures", *columns),
+        rows=values_by_group(rows, columns),
     )
 
 
 def recall_chart(rows: Sequence[Row]) -> Chart:
     """Recall over density."""
-    colours, panels = families(rows), {}
-    for group, some in groups(rows).items():
-        measured_rows = [row for row in means(some) if row.recall is not None]
-        panels[(group,)] = _panel(
-            measured_rows,
-            colours,
-            lambda row: row.density,
-            lambda row: row.recall,
-            x="density: computed token pairs",
-            y="recall of the attention mass",
+    panels = {
+        (group,): _panel(
+            rows, means(some), "density", "recall", x_label=DENSITY, y_label="recall of the attention mass"
         )
+        for group, some in groups(rows).items()
+    }
+    columns = ("method", "density", "recall")
     return Chart(
         key="recall",
         title="Recall of the attention mass",
@@ -110,34 +119,28 @@ def recall_chart(rows: Sequence[Row]) -> Chart:
         panels=panels,
         drawn=[key for key in panels if not is_part(key[-1])],
         switches=("captures",),
-        columns=("captures", "method", "density", "recall"),
-        rows=[
-            (group, row.method, row.density, row.recall) for group, some in groups(rows).items() for row in means(some)
-        ],
+        columns=("captures", *columns),
+        rows=values_by_group(rows, columns),
     )
 
 
 def denoising_chart(rows: Sequence[Denoised]) -> Chart:
     """PSNR and SSIM over what a run costs."""
-    colours, panels = families(rows), {}
-    compared = [row for row in rows if row.psnr is not None]
-    for what, y, quality in (
-        ("PSNR", "PSNR against dense, dB", lambda row: row.psnr),
-        ("SSIM", "SSIM against dense", lambda row: row.ssim),
-    ):
-        for over, x, cost in (
-            ("density", "density: computed token pairs", lambda row: row.density),
-            ("time", "seconds of sampling", lambda row: row.seconds),
-        ):
-            panels[what, over] = _panel(compared, colours, cost, quality, x=x, y=y)
+    qualities = {"PSNR": "PSNR against dense, dB", "SSIM": "SSIM against dense"}
+    costs = {"density": ("density", DENSITY), "time": ("seconds", "seconds of sampling")}
+    columns = ("method", "density", "psnr", "ssim", "seconds")
     return Chart(
         key="denoising",
         title="Whole denoising runs",
         note="Clips of the same weights, prompts and noise against those of dense attention; higher is better.",
-        panels=panels,
+        panels={
+            (name, over): _panel(rows, rows, x, name.lower(), x_label=label, y_label=y_label)
+            for name, y_label in qualities.items()
+            for over, (x, label) in costs.items()
+        },
         switches=("measure", "over"),
-        columns=("method", "density", "psnr", "ssim", "seconds"),
-        rows=[(row.method, row.density, row.psnr, row.ssim, row.seconds) for row in rows],
+        columns=columns,
+        rows=values_of(rows, columns),
     )
 
 
@@ -146,25 +149,18 @@ def families(rows: Sequence[Row] | Sequence[Denoised]) -> dict[str, int]:
     return {family: place for place, family in enumerate(dict.fromkeys(row.family for row in rows))}
 
 
-def _panel(
-    rows: Sequence,
-    colours: Mapping[str, int],
-    x_of: Callable,
-    y_of: Callable,
-    *,
-    x: str,
-    y: str,
-    x_log: bool = False,
-) -> Panel:
+def _panel(every: Sequence[Any], rows: Sequence[Any], x: str, y: str, *, x_label: str, y_label: str) -> Panel:
+    """Curves of the families of `every`: values `x` and `y` of their rows that have both."""
     series = []
-    for family, colour in colours.items():
-        some = sorted((row for row in rows if row.family == family), key=x_of)
+    for family, colour in families(every).items():
+        some = [row for row in rows if row.family == family and getattr(row, y) is not None]
+        some.sort(key=lambda row: getattr(row, x))
         if some:
-            x_values, y_values = (np.array([float(value(row)) for row in some]) for value in (x_of, y_of))
+            x_values, y_values = np.array(values_of(some, (x, y)), dtype=float).T
             labels = [row.method for row in some]
             series.append(Series(name=family, x=x_values, y=y_values, colour=colour, labels=labels))
-    # in the order of the methods, of which none is more worth seeing
-    return Panel(x_label=x, y_label=y, series=series, x_log=x_log, visible=len(series))
+    # in the order of the methods, none of which is more important
+    return Panel(x_label=x_label, y_label=y_label, series=series, x_log=x == "ms", visible=len(series))
 
 
 def result_table(rows: Sequence[Row], title: str = "", note: str = "") -> Table:

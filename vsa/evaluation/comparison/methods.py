@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from vsa.attention.base import AttentionMethod
@@ -37,8 +37,13 @@ class Method:
     config: Mapping[str, Any]
     topk: int | None = None
     sparsity: float | None = None
-    trained: bool = field(default=False)
-    predicts: bool = field(default=False)
+    trained: bool = False
+    predicts: bool = False
+
+    @property
+    def selects(self) -> bool:
+        """Whether it has a budget, because it selects tiles."""
+        return self.topk is not None or self.sparsity is not None
 
     def make(self, *, dim: int, num_heads: int, head_dim: int, layer_idx: int) -> AttentionMethod:
         """The method of a layer; a factory for `VideoDiT`."""

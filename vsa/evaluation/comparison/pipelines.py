@@ -1,4 +1,4 @@
-"""q, k, v and whole denoising runs of a diffusers Wan pipeline: its own transformer, sampler and precision."""
+"""The compared model of a diffusers Wan pipeline: its own transformers, sampler and precision."""
 
 from __future__ import annotations
 
@@ -24,86 +24,104 @@ from vsa.data.clip_rules import clip_size
 from vsa.data.codecs import WanVAE
 from vsa.diffusion.flow_matching import TIMESTEP_SCALE, add_noise, noise_like
 from vsa.diffusion.latent_statistics import LatentStatistics
-from vsa.evaluation.comparison.captures import Capture, Captures, Watched
+from vsa.evaluation.comparison.captures import Keep, Watched
 from vsa.evaluation.comparison.computed import computed_pairs
-from vsa.evaluation.comparison.denoise import Denoised, compared
 from vsa.evaluation.comparison.methods import Method
+from vsa.evaluation.comparison.model import ComparedModel
+from vsa.evaluation.comparison.settings import CompareSettings
 from vsa.evaluation.inspection.clip import Clip, read_clip
 from vsa.integrations.diffusers import apply, remove
 from vsa.integrations.diffusers.pipeline import (
     ClipSettings,
     clip_settings,
     generate_videos,
-    open_pipeline,
     token_grid,
     trained_settings,
 )
 from vsa.machine import seconds_now
-from vsa.progress import progress_bar
 from vsa.sampling.pipeline import clip_seeds
 
 
-class OpenedPipeline:
-    """A dense pipeline, opened for a comparison.
+class PipelineModel(ComparedModel):
+    """The transformers of a dense pipeline.
 
     Args:
+        pipe: pipeline from `open_pipeline`.
+        codec: its VAE.
         source: folder or hub id.
         latents: latent frames, rows and columns of a clip.
-        flow_shift: of the scheduler; None: its own.
-        dtype: of the networks.
-        device: where they go.
+
+    Raises:
+        ValueError: a sparse transformer, or one that takes other latents than the VAE makes.
     """
 
-    def __init__(self, source: str, latents: Grid, *, flow_shift: float | None, dtype: torch.dtype, device: str):
-        self.source, self.device = source, device
-        self.pipe = open_pipeline(source, flow_shift=flow_shift, dtype=dtype, device=device)
-        if trained_settings(self.pipe) is not None:
-            raise ValueError(f"--pipeline {source} has a sparse transformer: give it as --run {source}")
-        self.codec = WanVAE(source)
-        self.shape = (self.codec.channels, *latents)
-        if (channels := transformers(self.pipe)[0].config.in_channels) != self.codec.channels:
-            raise ValueError(
-                f"--pipeline {source} takes {channels} latent channels, its VAE makes {self.codec.channels}"
-            )
-        self.num_layers = len(transformers(self.pipe)[0].blocks)
-        t, h, w = (n // side for n, side in zip(latents, transformers(self.pipe)[0].config.patch_size, strict=True))
-        self.grid_thw: Grid = (t, h, w)
+    settings: ClipSettings
+    seed: int
 
-    def plan(
-        self, methods: Sequence[Method], options: Mapping[str, Any], *, steps: int | None, guidance: float | None
-    ) -> DenoisingPlan:
-        """What all methods but dense attention follow in `denoise`; see `pipeline_plan`."""
+    def __init__(self, pipe: Any, codec: WanVAE, *, source: str, latents: Grid):
+        self.pipe, self.codec, self.source = pipe, codec, source
+        if trained_settings(pipe) is not None:
+            raise ValueError(f"--pipeline {source} has a sparse transformer: give it as --run {source}")
+        assert codec.statistics is not None
+        self.statistics = LatentStatistics(mean=codec.statistics[0], std=codec.statistics[1])
+        self.shape = (codec.channels, *latents)
+        first = transformers(pipe)[0]
+        if first.config.in_channels != codec.channels:
+            raise ValueError(
+                f"--pipeline {source} takes {first.config.in_channels} latent channels, its VAE makes {codec.channels}"
+            )
+        self.num_layers = len(first.blocks)
+        t, h, w = (n // side for n, side in zip(latents, first.config.patch_size, strict=True))
+        self.grid_thw = (t, h, w)
+
+    def open_clip(self, name: str) -> Clip:
+        return read_clip(Path(name), self.codec, [self.shape], device=self.pipe.device)
+
+    def watch(self, clip: Clip, seed: int) -> Callable[[float, Keep], None]:
+        text, _ = self.pipe.encode_prompt(clip.caption, do_classifier_free_guidance=False, max_sequence_length=512)
+        latents = self.statistics.normalise(clip.latents[None])
+        noise = noise_like(latents, clip_seeds(seed, [""]))
+
+        def forward(timestep: float, keep: Keep) -> None:
+            model, level = transformer_at(self.pipe, timestep), torch.full((1,), timestep, device=latents.device)
+            x_t = add_noise(latents, noise, level / TIMESTEP_SCALE).to(model.dtype)
+            with attending([model], lambda **layer: Watched(FullAttention(**layer), keep)):
+                model(hidden_states=x_t, timestep=level, encoder_hidden_states=text.to(model.dtype))
+
+        return forward
+
+    def prepare(self, methods: Sequence[Method], asked: CompareSettings) -> DenoisingPlan:
         clip = clip_size(self.codec, self.shape)
         size = (clip.height, clip.width)
-        self.clip = clip_settings(self.pipe, size=size, frames=clip.frames, guidance=guidance, steps=steps)
-        return pipeline_plan(self.pipe, methods, self.clip, options)
+        self.settings = clip_settings(
+            self.pipe, size=size, frames=clip.frames, guidance=asked.guidance, steps=asked.steps
+        )
+        self.seed = asked.seed
+        plan, grid = DenoisingPlan(**asked.denoising), token_grid(self.pipe, size, clip.frames)
+        ConstantSparsity(topk=1, denoising=plan).topk_per_layer(0, 1, self.num_layers)
+        for method in methods:
+            method.kept(method.make(dim=24, num_heads=1, head_dim=24, layer_idx=0).layout([Segment(grid)], "cpu"))
+        if not any(method.selects for method in methods):
+            predicts = any(method.predicts for method in methods)
+            plan.refuse_without_topk(", ".join(method.label for method in methods), predicts=predicts)
+        return plan
 
-    def capture(self, videos: Sequence[str], layers: Sequence[int], timesteps: Sequence[float], seed: int) -> Captures:
-        """q, k, v of videos; see `capture_pipeline`."""
-        clips = [read_clip(Path(name), self.codec, [self.shape], device=self.device) for name in videos]
-        assert self.codec.statistics is not None
-        mean, std = self.codec.statistics
-        with progress_bar("capturing", len(clips) * len(timesteps), transient=True) as advance:
-            return capture_pipeline(
-                self.pipe,
-                clips,
-                LatentStatistics(mean=mean, std=std),
-                source=self.source,
-                layers=layers,
-                timesteps=timesteps,
-                seed=seed,
-                progress=advance,
-            )
+    def sample(
+        self, method: Method, prompts: Sequence[str], plan: DenoisingPlan | None, progress: Callable[[int], None]
+    ) -> tuple[Tensor, float, float]:
+        followed = (plan or DenoisingPlan()).for_method(selects=method.selects, predicts=method.predicts)
+        budget = {"topk": method.topk, "sparsity": method.sparsity, "denoising": followed}
+        models, seeds = transformers(self.pipe), clip_seeds(self.seed, prompts).tolist()
+        densities, clock = _Densities(), _Clock()
+        with clock.of(models), attending(models, partial(_watched, method, densities), **budget):
+            video = generate_videos(self.pipe, prompts, seeds=seeds, progress=progress, **self.settings._asdict())
+        # seconds of the passes of the transformers, without what measuring the densities takes
+        return video, fmean(densities.calls), clock.seconds - densities.seconds
 
-    def denoise(
-        self, prompts: Sequence[str], methods: Sequence[Method], plan: DenoisingPlan, seed: int
-    ) -> tuple[list[Denoised], Mapping[str, Any]]:
-        """Rows of `compare_pipeline`, and how was sampled."""
-        with progress_bar("denoising", len(prompts) * self.clip.steps * len(methods), transient=True) as advance:
-            rows = compare_pipeline(self.pipe, prompts, methods, self.clip, plan, seed=seed, progress=advance)
+    def sampling(self) -> Mapping[str, Any]:
         weights = f"diffusers, {transformers(self.pipe)[0].dtype}".replace("torch.", "")
-        own = {"checkpoint": self.source, "weights": weights, "seed": seed, "latent_shape": list(self.shape)}
-        return rows, {**own, **self.clip._asdict(), "scheduler": dict(self.pipe.scheduler.config)}
+        own = {"checkpoint": self.source, "weights": weights, "seed": self.seed, "latent_shape": list(self.shape)}
+        return {**own, **self.settings._asdict(), "scheduler": dict(self.pipe.scheduler.config)}
 
 
 def transformers(pipe: Any) -> list[Any]:
@@ -119,57 +137,6 @@ def transformer_at(pipe: Any, timestep: float) -> Any:
     return pipe.transformer if timestep >= boundary * pipe.scheduler.config.num_train_timesteps else pipe.transformer_2
 
 
-@torch.no_grad()
-def capture_pipeline(
-    pipe: Any,
-    clips: Sequence[Clip],
-    statistics: LatentStatistics,
-    *,
-    source: str,
-    layers: Sequence[int],
-    timesteps: Sequence[float],
-    seed: int = 0,
-    progress: Callable[[int], None] | None = None,
-) -> Captures:
-    """What layers of a pipeline's transformer see of clips at noise levels, with its dense attention.
-
-    Args:
-        pipe: dense, from `open_pipeline`.
-        clips: of its VAE.
-        statistics: of the VAE's latents.
-        source: of the pipeline, for a reader.
-        layers: numbers.
-        timesteps: in [0, 1000].
-        seed: of the noise.
-        progress: called with 1 after each forward.
-    """
-    items: list[Capture] = []
-    for clip in clips:
-        text, _ = pipe.encode_prompt(clip.caption, do_classifier_free_guidance=False, max_sequence_length=512)
-        latents = statistics.normalise(clip.latents[None])
-        noise = noise_like(latents, clip_seeds(seed, [""]))
-        for timestep in timesteps:
-
-            def keep(layer: int, ctx: AttnContext, q, k, v, extra, name=clip.name, timestep=timestep) -> None:
-                if layer in layers:
-                    # the layout of dense attention is in raster order
-                    grid = ctx.layout.only_video("a capture").grid_thw
-                    q, k, v = (x.cpu() for x in (q, k, v))
-                    items.append(Capture(name=name, grid_thw=grid, q=q, k=k, v=v, layer=layer, timestep=timestep))
-
-            model = transformer_at(pipe, timestep)
-            x_t = add_noise(latents, noise, torch.full((1,), timestep / TIMESTEP_SCALE, device=latents.device))
-            with attending([model], lambda keep=keep, **layer: Watched(FullAttention(**layer), keep)):
-                model(
-                    hidden_states=x_t.to(model.dtype),
-                    timestep=torch.full((1,), timestep, device=latents.device),
-                    encoder_hidden_states=text.to(model.dtype),
-                )
-            if progress is not None:
-                progress(1)
-    return Captures(items=items, source=source)
-
-
 @contextmanager
 def attending(models: Sequence[Any], factory: Callable[..., AttentionMethod], **budget: Any) -> Iterator[None]:
     """Attention of a factory in transformers; `budget` is that of `apply`."""
@@ -178,67 +145,6 @@ def attending(models: Sequence[Any], factory: Callable[..., AttentionMethod], **
             apply(model, factory, **budget)
             stack.callback(remove, model)
         yield
-
-
-def pipeline_plan(
-    pipe: Any, methods: Sequence[Method], clip: ClipSettings, options: Mapping[str, Any]
-) -> DenoisingPlan:
-    """What all methods but dense attention follow."""
-    plan, grid = DenoisingPlan(**options), token_grid(pipe, clip.size, clip.frames)
-    ConstantSparsity(topk=1, denoising=plan).topk_per_layer(0, 1, len(transformers(pipe)[0].blocks))
-    for method in methods:
-        method.kept(method.make(dim=24, num_heads=1, head_dim=24, layer_idx=0).layout([Segment(grid)], "cpu"))
-    if not any(map(_selects, methods)):
-        predicts = any(method.predicts for method in methods)
-        plan.refuse_without_topk(", ".join(method.label for method in methods), predicts=predicts)
-    return plan
-
-
-@torch.no_grad()
-def compare_pipeline(
-    pipe: Any,
-    prompts: Sequence[str],
-    methods: Sequence[Method],
-    clip: ClipSettings,
-    plan: DenoisingPlan,
-    *,
-    seed: int = 0,
-    progress: Callable[[int], None] | None = None,
-) -> list[Denoised]:
-    """Sample the same prompts from the same noise with each method; the first one is dense attention, the reference.
-
-    Args:
-        pipe: dense, from `open_pipeline`.
-        prompts: N captions.
-        methods: dense attention first; gates are at their start.
-        clip: size, frames, guidance and steps.
-        plan: from `pipeline_plan`.
-        seed: of the noise.
-        progress: see `generate_videos`.
-
-    Returns:
-        a row for each method; seconds are those of the transformer's passes.
-    """
-    seeds = clip_seeds(seed, prompts).tolist()
-    rows: list[Denoised] = []
-    reference: Tensor | None = None
-    for method in methods:
-        own = plan.for_method(selects=_selects(method), predicts=method.predicts)
-        followed = own if rows else DenoisingPlan()
-        densities, clock = _Densities(), _Clock()
-        factory = partial(_watched, method, densities)
-        with clock.of(transformers(pipe)):
-            budget = {"topk": method.topk, "sparsity": method.sparsity, "denoising": followed}
-            with attending(transformers(pipe), factory, **budget):
-                video = generate_videos(pipe, prompts, seeds=seeds, progress=progress, **clip._asdict())
-        reference = video if reference is None else reference
-        seconds = clock.seconds - densities.seconds
-        rows.append(compared(method, video, reference, density=fmean(densities.calls), seconds=seconds))
-    return rows
-
-
-def _selects(method: Method) -> bool:
-    return method.topk is not None or method.sparsity is not None
 
 
 def _watched(method: Method, densities: _Densities, **layer: Any) -> Watched:

@@ -10,9 +10,9 @@ from rich.markup import escape
 from rich.table import Table as Printed
 
 from vsa.attention.denoising import DenoisingPlan
-from vsa.evaluation.comparison.denoise import Denoised, plan_text
-from vsa.evaluation.comparison.figures import denoising_table, groups, is_part, result_table
+from vsa.evaluation.comparison.figures import denoising_table, groups, is_part, plan_text, result_table
 from vsa.evaluation.comparison.measure import Row
+from vsa.evaluation.comparison.model import Denoised
 from vsa.pages.page import Table
 from vsa.streams import visible
 

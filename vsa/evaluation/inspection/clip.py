@@ -1,4 +1,4 @@
-"""What is inspected: a model with its codec and text encoder, and a clip brought to the size it was trained on."""
+"""The model of an inspection with its codec and text encoder, and clips cut to the size that it was trained on."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class Clip:
     """A clip as the model sees it.
 
     Args:
-        name: of the file, or the sample's id.
-        caption: words.
-        video: uint8 `[T, H, W, 3]` on the CPU; of a stored sample what the codec makes of its latents.
+        name: name of the file, or id of the sample.
+        caption: caption of the clip.
+        video: uint8 `[T, H, W, 3]` on the CPU; for a stored sample, its latents decoded by the codec.
         latents: float32 `[C, t, h, w]`, not normalised.
     """
 
@@ -55,10 +55,10 @@ def open_inspected(
 
     Args:
         checkpoint: run folder, checkpoint folder, or a sparse export: folder or hub id.
-        pipeline: folder or hub id whose VAE and text encoder an export is used with; None: the export's own folder.
-        weights: of a run, "ema" or "model"; None: the averaged ones where there are any.
-        device: where the model goes.
-        dense_latents: latent frames, rows and columns of a clip for a dense export, which says nothing of its grids;
+        pipeline: folder or hub id with the VAE and the text encoder for an export; None: the export's own folder.
+        weights: averaged ("ema") or trained ("model") weights of a run; None: averaged if the run has them.
+        device: device of the model.
+        dense_latents: latent frames, rows and columns of a clip for a dense export, which does not state its grids;
             None: dense exports are refused.
 
     Raises:
@@ -124,9 +124,9 @@ def open_clip(run: LoadedRun, clip: str, caption: str | None = None) -> Clip:
     """A video file cut as `vsa encode` cuts it to what the model was trained on, or a sample of the run's data.
 
     Args:
-        run: the model that looks at it.
+        run: model, whose data the sample is looked up in.
         clip: file, or id of a sample.
-        caption: in place of the one beside the file (`a.txt`, a caption file of its folder) or of the sample.
+        caption: caption that replaces the one beside the file (`a.txt`, a caption file of its folder) or the sample's.
 
     Raises:
         ValueError: no such file or sample, no caption, or a clip that is too short or too small.
@@ -137,6 +137,29 @@ def open_clip(run: LoadedRun, clip: str, caption: str | None = None) -> Clip:
     if "/" in clip:
         raise ValueError(f"no such video: {clip}")
     return _read_sample(run, clip, caption)
+
+
+def clip_names(clips: str, most: int) -> list[str]:
+    """At most `most` videos of the folder `clips`, or `clips` itself if it is no folder."""
+    if not Path(clips).is_dir():
+        return [clips]
+    suffixes = (*VIDEO_SUFFIXES, *IMAGE_SUFFIXES)
+    names = [str(path) for path in sorted(Path(clips).iterdir()) if path.suffix.lower() in suffixes]
+    if not names:
+        raise ValueError(f"--clips {clips} holds no videos")
+    return names[:most]
+
+
+def check_numbers(name: str, numbers: Sequence[int], count: int, source: str) -> None:
+    """Raise ValueError for numbers of layers, heads or query tiles that a model of `count` does not have."""
+    if bad := [n for n in numbers if not 0 <= n < count]:
+        raise ValueError(f"--{name}: {source} has {name} 0 to {count - 1}, got {', '.join(map(str, bad))}")
+
+
+def check_timesteps(timesteps: Sequence[float]) -> None:
+    """Raise ValueError for timesteps outside of [0, 1000]."""
+    if bad := [t for t in timesteps if not 0 <= t <= 1000]:
+        raise ValueError(f"--timesteps lie between 0 and 1000, got {', '.join(f'{t:g}' for t in bad)}")
 
 
 def read_clip(
@@ -165,21 +188,16 @@ def read_clip(
 
 
 def _read_sample(run: LoadedRun, sample_id: str, caption: str | None) -> Clip:
-    what = f"{sample_id!r} is no video file, and as the id of a sample"
     data = resolve_checkpoint(run.source).config["data"] if is_run(run.source) else {}
+    neither = f"{sample_id!r} is neither a video file nor"
     if "_target_" not in data:
-        raise ValueError(f"{what} it needs a run with data, {run.source} has none")
+        raise ValueError(f"{neither} a sample id (run {run.source} has no data to look it up in)")
     check_targets(data)
     store: SampleStore = build(data).open_store()
-    refs = [
-        SampleRef(source=source, id=sample_id)
-        for source, buckets in store.buckets.items()
-        if any(sample_id in ids for ids in buckets.values())
-    ]
+    ids = [(source, name) for source, by_size in store.buckets.items() for names in by_size.values() for name in names]
+    refs = [SampleRef(source=source, id=name) for source, name in ids if name == sample_id]
     if not refs:
-        first = next(ids[0] for buckets in store.buckets.values() for ids in buckets.values() if ids)
-        count = sum(len(ids) for buckets in store.buckets.values() for ids in buckets.values())
-        raise ValueError(f"{what} it is not among the {count} of the run's data, which are named like {first}")
+        raise ValueError(f"{neither} one of the {len(ids)} sample ids of the run's data, such as {ids[0][1]}")
     latents = store.latents(refs[:1]).to(run.device)[0]
     words = store.text(refs[0], 0)[0] if caption is None else caption
     with torch.no_grad():

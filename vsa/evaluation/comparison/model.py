@@ -1,0 +1,177 @@
+"""A model whose attention is compared: its queries, keys and values, and denoising runs with other methods in it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vsa.attention.denoising import DenoisingPlan
+from vsa.attention.tiling import Grid
+from vsa.evaluation.comparison.captures import Capture, Captures, Keep
+from vsa.evaluation.comparison.methods import Method
+from vsa.evaluation.comparison.settings import CompareSettings
+from vsa.evaluation.inspection.clip import Clip
+from vsa.evaluation.video_metrics import psnr, ssim
+
+
+@dataclass(frozen=True, kw_only=True)
+class Denoised:
+    """Result of a method in a denoising run.
+
+    Args:
+        method: label of the method.
+        family: label without the budget.
+        density: computed token pairs over all pairs, averaged over steps and layers; in a run, layers that are not
+            dense are measured in a forward at half noise.
+        psnr: PSNR of all pixels against the dense run in dB; None for the dense run, inf for equal clips.
+        ssim: SSIM against the dense run, averaged over the clips; None for the dense run.
+        seconds: time of the sampling of all clips, without text encoder and codec.
+    """
+
+    method: str
+    family: str
+    density: float
+    psnr: float | None
+    ssim: float | None
+    seconds: float
+
+
+class ComparedModel(ABC):
+    """A model of a run, an export or a pipeline.
+
+    Attributes:
+        source: path or hub id, for humans.
+        num_layers: number of layers.
+        grid_thw: token grid of a clip.
+        tile_thw: tokens per tile of its own method; None: it has no tiles.
+        attention: config of its own method, if it is known and not dense.
+        own: the model as it was trained, as a further method of denoising runs; empty for dense models.
+    """
+
+    source: str
+    num_layers: int
+    grid_thw: Grid
+    tile_thw: Grid | None = None
+    attention: Mapping[str, Any] | None = None
+    own: Sequence[Method] = ()
+
+    @abstractmethod
+    def open_clip(self, name: str) -> Clip:
+        """The clip of a file, or of a sample's id."""
+
+    @abstractmethod
+    def watch(self, clip: Clip, seed: int) -> Callable[[float, Keep], None]:
+        """A function that runs the model on the noised clip at a timestep and passes what its layers see to `keep`."""
+
+    @abstractmethod
+    def prepare(self, methods: Sequence[Method], asked: CompareSettings) -> DenoisingPlan:
+        """Prepare the sampling; returns the plan of every method except dense attention.
+
+        Raises:
+            ValueError: settings that do not suit the model, before anything is measured.
+        """
+
+    @abstractmethod
+    def sample(
+        self, method: Method, prompts: Sequence[str], plan: DenoisingPlan | None, progress: Callable[[int], None]
+    ) -> tuple[Tensor, float, float]:
+        """Sample clips with a method: uint8 `[N, T, H, W, 3]`, its density, and the seconds of the sampling.
+
+        Methods are training-free: they use the model's weights without its own gates, and gates of a method at their
+        initial values. A trained method is the model as it is.
+
+        Args:
+            method: the method.
+            prompts: N captions; their noise is the same for each method.
+            plan: plan that the method follows where it has an effect; its own budget applies where the plan has none.
+                None for dense attention, the reference.
+            progress: called after every sampler step with the number of clips it advanced.
+        """
+
+    @abstractmethod
+    def sampling(self) -> Mapping[str, Any]:
+        """Prepared settings of the sampling and the weights, as plain values."""
+
+    @torch.no_grad()
+    def capture(
+        self,
+        clips: Sequence[Clip],
+        *,
+        layers: Sequence[int],
+        timesteps: Sequence[float],
+        seed: int = 0,
+        progress: Callable[[int], None] = lambda _: None,
+    ) -> Captures:
+        """Capture q, k, v of layers on noised clips, with the model's own attention at its trained top-k.
+
+        Args:
+            clips: clips from `open_clip`.
+            layers: indices of the layers.
+            timesteps: timesteps in [0, 1000].
+            seed: seed of the noise.
+            progress: called with 1 after each forward.
+        """
+        captures: list[Capture] = []
+        for clip in clips:
+            forward = self.watch(clip, seed)
+            for timestep in timesteps:
+
+                def keep(layer: int, ctx, q, k, v, extra, name=clip.name, timestep=timestep) -> None:
+                    if layer not in layers:
+                        return
+                    q, k, v, *rest = (ctx.layout.unpermute(x).cpu() for x in (q, k, v, *extra.values()))
+                    known = self.attention is not None and isinstance(ctx.topk, int)
+                    captures.append(
+                        Capture(
+                            name=name,
+                            grid_thw=ctx.layout.only_video("a capture").grid_thw,
+                            q=q,
+                            k=k,
+                            v=v,
+                            layer=layer,
+                            timestep=timestep,
+                            extra=dict(zip(extra, rest, strict=True)),
+                            topk=ctx.topk if known else None,
+                        )
+                    )
+
+                forward(timestep, keep)
+                progress(1)
+        return Captures(items=captures, source=self.source, attention=self.attention)
+
+    @torch.no_grad()
+    def denoise(
+        self,
+        prompts: Sequence[str],
+        methods: Sequence[Method],
+        plan: DenoisingPlan,
+        progress: Callable[[int], None] = lambda _: None,
+    ) -> list[Denoised]:
+        """Sample the same prompts from the same noise with each method.
+
+        Dense attention, the first method, is the reference.
+
+        Args:
+            prompts: N captions.
+            methods: dense attention first.
+            plan: plan of every method except dense attention.
+            progress: called after every sampler step with the number of clips it advanced.
+        """
+        rows: list[Denoised] = []
+        reference: Tensor | None = None
+        for method in methods:
+            video, density, seconds = self.sample(method, prompts, plan if rows else None, progress)
+            likeness: dict[str, float | None] = {"psnr": None, "ssim": None}
+            if reference is None:
+                reference = video
+            else:
+                likeness["psnr"] = psnr(video, reference)
+                likeness["ssim"] = sum(map(ssim, video, reference)) / len(video)
+            row = Denoised(method=method.label, family=method.family, density=density, seconds=seconds, **likeness)
+            rows.append(row)
+        return rows
