@@ -9,7 +9,7 @@ setup(
     package_data={
         "vsa.configs": ["**/*.yaml"],
         "vsa_kernels": ["*.json"],
-        "vsa.evaluation.inspection": ["*.html"],
+        "vsa.evaluation.inspection": ["page.*"],
         "vsa.pages": ["page.*"],
     },
 )

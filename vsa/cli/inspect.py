@@ -9,7 +9,7 @@ import typer
 
 from vsa.cli import options as opt
 from vsa.cli.options import MANY, option
-from vsa.cli.values import numbers
+from vsa.cli.values import made_of, numbers
 
 LOOK, PAGE = "What is looked at", "What the page draws"
 
@@ -47,11 +47,11 @@ def inspect(
     vsa inspect outputs/quickstart/default toy-0-000003
     """
     arguments = locals()
-    from vsa.evaluation.inspection.folder import inspect_checkpoint
+    from vsa.evaluation.inspection.folder import InspectSettings, inspect_checkpoint
 
     for name, kind in (("timesteps", float), ("layers", int), ("heads", int), ("queries", int)):
         arguments[name] = numbers(f"--{name}", arguments[name], kind)
-    folder, inspection, note = inspect_checkpoint(arguments.pop("checkpoint"), arguments.pop("clip"), **arguments)
+    folder, inspection, note = inspect_checkpoint(made_of(InspectSettings, arguments))
     recall, random = (float(inspection.table(name).nanmean()) for name in ("recall", "recall_random"))
     print(f"recall {recall:.1%}, random tiles {random:.1%}", *filter(None, [note]), sep="\n")
     print(f"inspect.html, pictures and tables in {folder}")

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.data.tiny_wan import save_pipeline
+from tests.evaluation.inspection.conftest import inspect_on_cpu
 from vsa.attention.full import FullAttention
 from vsa.attention.video_sparse import VideoSparseAttention
 from vsa.checkpoints.sparse_config import SparseAttentionConfig
@@ -18,7 +19,6 @@ from vsa.data.toy_videos import render_clip
 from vsa.data.video_files import write_video
 from vsa.evaluation.attention_map import token_times
 from vsa.evaluation.inspection.clip import open_clip, open_inspected
-from vsa.evaluation.inspection.folder import inspect_checkpoint
 from vsa.models.video_dit import VideoDiT
 
 pytestmark = pytest.mark.filterwarnings("ignore:tiles .* full")
@@ -73,8 +73,8 @@ def clip(tmp_path: Path) -> Path:
 
 @pytest.mark.usefixtures("no_pictures")
 def test_an_export_is_inspected_as_it_is_sampled(export: Path, pipeline: Path, clip: Path):
-    folder, inspection, _ = inspect_checkpoint(
-        str(export), str(clip), caption="a red circle", timesteps=[600], pipeline=str(pipeline), device="cpu"
+    folder, inspection, _ = inspect_on_cpu(
+        export, clip, caption="a red circle", timesteps=[600], pipeline=str(pipeline)
     )
     assert folder == clip.parent / "inspect"
     assert (folder / "inspect.html").is_file()
@@ -93,12 +93,12 @@ def test_an_export_is_inspected_as_it_is_sampled(export: Path, pipeline: Path, c
 
 
 def test_what_an_export_cannot_be_inspected_with(export: Path, pipeline: Path, clip: Path, tmp_path: Path):
-    with pytest.raises(ValueError, match=r"name it with --pipeline .*`vsa convert --like"):
-        inspect_checkpoint(str(export), str(clip), caption="", device="cpu")
-    with pytest.raises(ValueError, match=r"--weights ema is for runs"):
-        inspect_checkpoint(str(export), str(clip), weights="ema", pipeline=str(pipeline), device="cpu")
-    with pytest.raises(ValueError, match=r"needs a run with data, .*sparse has none"):
-        inspect_checkpoint(str(export), "some-id", pipeline=str(pipeline), device="cpu")
-    dense = export_pretrained(make(FullAttention), tmp_path / "dense", sparse=None)
-    with pytest.raises(ValueError, match="dense is a dense model: it selects no tiles"):
-        inspect_checkpoint(str(dense), str(clip), pipeline=str(pipeline), device="cpu")
+    dense, wan = export_pretrained(make(FullAttention), tmp_path / "dense", sparse=None), str(pipeline)
+    for message, checkpoint, sample, options in (
+        (r"name it with --pipeline .*`vsa convert --like", export, clip, {"caption": ""}),
+        ("--weights ema is for runs", export, clip, {"weights": "ema", "pipeline": wan}),
+        (r"sample id \(run .*sparse has no data", export, "some-id", {"pipeline": wan}),
+        ("dense is a dense model: it selects no tiles", dense, clip, {"pipeline": wan}),
+    ):
+        with pytest.raises(ValueError, match=message):
+            inspect_on_cpu(checkpoint, sample, **options)

@@ -14,12 +14,13 @@ import torch
 from PIL import Image
 
 from tests.commands import run_command
+from tests.evaluation.inspection.conftest import inspect_on_cpu
 from vsa.cli import main
 from vsa.cli.inspect import inspect
 from vsa.data.toy_videos import render_clip
 from vsa.data.video_files import write_gif, write_video
 from vsa.evaluation.inspection.clip import open_clip
-from vsa.evaluation.inspection.folder import inspect_checkpoint, left_out
+from vsa.evaluation.inspection.folder import left_out
 from vsa.evaluation.inspection.metrics import HEAD_METRICS
 from vsa.sampling.pipeline import load_run
 
@@ -107,18 +108,18 @@ def test_a_sample_of_the_runs_data(write_tiny_run, tiny_config, tmp_path: Path):
     assert torch.equal(sample.latents, expected)
     assert torch.equal(sample.video, run.codec.decode(expected))
     assert sample.caption
-    with pytest.raises(ValueError, match=r"'toy-9' is no video file, .* not among the 3 .* named like toy-0-00000000"):
+    with pytest.raises(ValueError, match=r"'toy-9' is neither a video file nor one of the 3 .* toy-0-00000000"):
         open_clip(run, "toy-9")
 
 
 @pytest.mark.usefixtures("no_pictures")
 def test_repeated_it_replaces_its_own_files_only(inspected: Path, tiny_run_dir: Path, clip: Path, tmp_path: Path):
     before = json.loads((inspected / "inspection.json").read_text())
-    inspect_checkpoint(str(tiny_run_dir), str(clip), timesteps=[800, 300], device="cpu")
+    inspect_on_cpu(tiny_run_dir, clip, timesteps=[800, 300])
     assert json.loads((inspected / "inspection.json").read_text()) == before
     (tmp_path / "layers.csv").write_text("mine")
     with pytest.raises(ValueError, match=r"layers\.csv is not from `vsa inspect`"):
-        inspect_checkpoint(str(tiny_run_dir), str(clip), output=tmp_path)
+        inspect_on_cpu(tiny_run_dir, clip, output=tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["layers.csv"]
 
 
@@ -145,7 +146,7 @@ def test_what_the_page_leaves_out_is_told(tiny_run_dir: Path, clip: Path, tmp_pa
     page = (tmp_path / "out" / "inspect.html").read_text()
     # the control of the test before
     assert "circle" in page
-    assert '"shown": {"layers": [1], "heads": [0], "queries": [1, 6]}' in page
+    assert '"shown":{"layers":[1],"heads":[0],"queries":[1,6]}' in page
 
 
 @pytest.mark.parametrize(
@@ -153,7 +154,7 @@ def test_what_the_page_leaves_out_is_told(tiny_run_dir: Path, clip: Path, tmp_pa
     [
         (["nothing.mp4"], "no such video: nothing.mp4"),
         (["no/folder/sample"], "no such video: no/folder/sample"),
-        (["some-id"], "'some-id' is no video file, and as the id of a sample it needs a run with data"),
+        (["some-id"], "'some-id' is neither a video file nor a sample id (run RUN"),
         (["CLIP", "--layers", "0,7"], "--layers: RUN has layers 0 to 1, got 7"),
         (["CLIP", "--heads", "2"], "--heads: RUN has heads 0 to 1, got 2"),
         (["CLIP", "--queries", "8,-1"], "--queries: RUN has queries 0 to 7, got 8, -1"),
@@ -192,17 +193,15 @@ def test_bad_input_is_one_line(arguments, message, tiny_run_dir: Path, clip: Pat
 def test_dense_attention_and_a_missing_checkpoint(write_tiny_run, clip: Path, tmp_path: Path):
     dense = write_tiny_run(tmp_path / "dense", attention="full")
     with pytest.raises(ValueError, match=f"{dense} attends with FullAttention, which selects no tiles"):
-        inspect_checkpoint(str(dense), str(clip), device="cpu")
+        inspect_on_cpu(dense, clip)
     assert not (dense / "inspect").exists()
     with pytest.raises(ValueError, match="missing"):
-        inspect_checkpoint(str(tmp_path / "missing"), str(clip), device="cpu")
+        inspect_on_cpu(tmp_path / "missing", clip)
 
 
 @pytest.mark.usefixtures("no_pictures")
 def test_all_tiles_kept_miss_nothing(tiny_run_dir: Path, clip: Path, tmp_path: Path):
-    _, inspection, note = inspect_checkpoint(
-        str(tiny_run_dir), str(clip), output=tmp_path / "out", timesteps=[500], topk=8, device="cpu"
-    )
+    _, inspection, note = inspect_on_cpu(tiny_run_dir, clip, output=tmp_path / "out", timesteps=[500], topk=8)
     assert note == left_out(inspection, num_layers=2) == ""
     for name in ("recall", "recall_random", "pair_overlap", "four_overlap"):
         torch.testing.assert_close(inspection.table(name), torch.ones(1, 2, 2))

@@ -1,7 +1,7 @@
-"""What a model's attention does with one clip: selections, true attention and gates by timestep, layer and head.
+"""A model's attention on one clip: selections, true attention and gates by timestep, layer and head.
 
-T timesteps, Y layers, H heads, Nq / Nkv tiles of queries / keys, L tokens; of the part that is shown
-Ys layers, Hs heads, Q query tiles.
+T timesteps, Y layers, H heads, Nq / Nkv tiles of queries / keys, L tokens; of those shown Ys layers, Hs heads, Q query
+tiles.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from vsa.evaluation.inspection.metrics import (
 from vsa.models.video_dit import VideoDiT
 
 MAPS = {"coarse_gate": "coarse gate", "fine_gate": "fine gate", "coarse_share": "coarse share of the output"}
-"""Sizes that are told of every token, with their names."""
+"""Per-token quantities shown on the page, with their labels."""
 
 
 class NothingSelected(ValueError):
-    """No layer that was looked at attends to chosen tiles."""
+    """None of the inspected layers selects tiles."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shown:
-    """Which layers, heads and query tiles are looked at one by one.
+    """Layers, heads and query tiles that the page shows one by one.
 
     Args:
-        layers: numbers, ascending.
-        heads: the same.
-        queries: the same.
+        layers: indices of layers, ascending.
+        heads: indices of heads, ascending.
+        queries: indices of query tiles, ascending.
     """
 
     layers: tuple[int, ...]
@@ -52,25 +52,25 @@ class Shown:
 
 @dataclass(frozen=True, kw_only=True)
 class Inspection:
-    """What was measured.
+    """Results of an inspection.
 
     Args:
-        layout: of the clip's tokens.
+        layout: layout of the clip's tokens.
         query_tiles: int64 `[t, h, w]` query tile of every token, see `tile_map`.
-        tiles: the same of the kv tiles, which may be of another size.
-        timesteps: in [0, 1000], 1000 is pure noise.
-        layers: that attend to chosen tiles, and were looked at.
-        silent: layers that were looked at and choose none.
-        tables: fp32 `[metrics, T, Y, H]` in the order of `HEAD_METRICS`; NaN where a method has no such thing.
+        tiles: int64 `[t, h, w]` kv tile of every token; kv tiles may be of another size.
+        timesteps: timesteps in [0, 1000], 1000 is pure noise.
+        layers: inspected layers that select tiles.
+        silent: inspected layers that select none.
+        tables: fp32 `[metrics, T, Y, H]` in the order of `HEAD_METRICS`; NaN where a method has no such quantity.
         overlap_heads: fp32 `[T, Y]`, share of tiles that two heads have in common.
         counts: int32 `[T, Y, H, Nkv]`, lists that hold each kv tile.
-        shown: what the rest is about.
+        shown: indices of the following tensors.
         selected: bool `[T, Ys, Hs, Q, Nkv]`.
-        coarse: fp32 of the same shape, the softmax of the scores the tiles were ranked by; NaN of a fixed window.
+        coarse: fp32 of the same shape, the softmax of the scores that rank the tiles; NaN for a fixed window.
         mass: fp32 of the same shape, the true attention of the query tile: mean over its tokens of the mass of dense
             attention on each kv tile.
-        maps: fp32 `[T, Ys, t, h, w]` by the names of `MAPS`: root mean square of a gate over heads and channels, and
-            the share of the coarse stage (or pooled tail) in the norm of the output; those the method has.
+        maps: fp32 `[T, Ys, t, h, w]` by the names of `MAPS` that the method has: root mean square of a gate over heads
+            and channels, and the share of the coarse stage (or pooled tail) in the norm of the output.
     """
 
     layout: TileLayout
@@ -111,27 +111,28 @@ def inspect_clip(
     """Measure one forward per timestep, all from the same noise.
 
     Args:
-        model: in eval mode.
+        model: model in eval mode.
         latents: normalised `[1, C, T, H, W]`.
         text: `[1, S, E]`.
         text_mask: bool `[1, S]`, or None.
-        timesteps: in [0, 1000]; selections are compared from one to the next.
-        topk: tiles per query tile, of all layers or of each.
-        shown: what is kept tile by tile; layers that choose no tiles are left out of it.
-        layers: to measure.
-        tokens: query tokens whose dense attention gives the recall, None for all.
-        seed: of the noise and of the choice of tokens.
+        timesteps: timesteps in [0, 1000]; each selection is compared with the one before.
+        topk: tiles per query tile, for all layers or one entry per layer.
+        shown: layers, heads and query tiles whose selection is stored per tile; layers without one are skipped.
+        layers: layers to measure.
+        tokens: number of query tokens whose dense attention gives the recall, None for all.
+        seed: seed of the noise and of the sampled query tokens.
         progress: called with 1 after every timestep.
 
     Raises:
-        NothingSelected: none of the layers attends to chosen tiles.
-        ValueError: a layer has lists of other tiles than those of the model's layout.
+        NothingSelected: none of the layers selects tiles.
+        ValueError: a layer has lists of other query tiles than those of the model's layout.
     """
     layout = model.layout_for(latents.shape[1:], latents.device)
     sampled = stats.sample_tokens(layout.num_tokens, tokens, seed=seed)
-    looks: list[dict[int, _Look]] = []
+    looks: list[dict[int, dict[str, Tensor]]] = []
+    indices: dict[int, BlockIndex] = {}
     for timestep in timesteps:
-        layer_looks: dict[int, _Look] = {}
+        layer_looks: dict[int, dict[str, Tensor]] = {}
 
         def recorder(layer: int, tensors: dict[str, Tensor], layer_looks=layer_looks) -> None:
             if layer not in layers or "kv_indices" not in tensors:
@@ -141,8 +142,9 @@ def inspect_clip(
                     f"layer {layer} has {lists} lists, the model's layout has {layout.num_blocks} tiles: lists of "
                     "other query tiles cannot be inspected"
                 )
-            previous = looks[-1][layer].index if looks and layer in looks[-1] else None
-            layer_looks[layer] = _look(tensors, layout, sampled, previous, shown if layer in shown.layers else None)
+            subset = shown if layer in shown.layers else None
+            layer_looks[layer] = _look(tensors, layout, sampled, indices.get(layer), subset)
+            indices[layer] = recorded_index(tensors)
 
         denoise_once(model, latents, text, text_mask, sigma=timestep / 1000, topk=topk, recorder=recorder, seed=seed)
         looks.append(layer_looks)
@@ -153,13 +155,9 @@ def inspect_clip(
         raise NothingSelected(f"layers {', '.join(map(str, layers))} select no tiles")
     shown = replace(shown, layers=tuple(layer for layer in shown.layers if layer in recorded_layers))
 
-    def stacked(name: str) -> Tensor:
-        return torch.stack([torch.stack([getattr(look[layer], name) for layer in recorded_layers]) for look in looks])
+    def stacked(name: str, some: Sequence[int] = recorded_layers) -> Tensor:
+        return torch.stack([torch.stack([look[layer][name] for layer in some]) for look in looks])
 
-    def kept(name: str) -> Tensor:
-        return torch.stack([torch.stack([look[layer].rows[name] for layer in shown.layers]) for look in looks])
-
-    maps = looks[0][shown.layers[0]].maps
     return Inspection(
         layout=layout,
         query_tiles=tile_map(layout),
@@ -171,40 +169,26 @@ def inspect_clip(
         overlap_heads=stacked("overlap_heads"),
         counts=stacked("counts"),
         shown=shown,
-        selected=kept("selected"),
-        coarse=kept("coarse"),
-        mass=kept("mass"),
-        maps={
-            name: torch.stack([torch.stack([look[layer].maps[name] for layer in shown.layers]) for look in looks])
-            for name in maps
-        },
+        selected=stacked("selected", shown.layers),
+        coarse=stacked("coarse", shown.layers),
+        mass=stacked("mass", shown.layers),
+        maps={name: stacked(name, shown.layers) for name in MAPS if name in looks[0][shown.layers[0]]},
     )
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Look:
-    """One layer at one timestep; see `Inspection`."""
-
-    index: BlockIndex
-    metrics: Tensor
-    overlap_heads: Tensor
-    counts: Tensor
-    rows: dict[str, Tensor]
-    maps: dict[str, Tensor]
 
 
 def _look(
     tensors: dict[str, Tensor], layout: TileLayout, tokens: Tensor, previous: BlockIndex | None, subset: Shown | None
-) -> _Look:
+) -> dict[str, Tensor]:
+    """Tensors of one layer at one timestep by their names in `Inspection` and `MAPS`; `tables` is "metrics"."""
     selected = selected_tiles(tensors, layout)
-    return _Look(
-        index=recorded_index(tensors),
-        metrics=head_metrics(tensors, layout, tokens, previous),
-        overlap_heads=stats.head_overlap(selected).float().cpu(),
-        counts=selected[0].sum(1, dtype=torch.int32).cpu(),
-        rows={} if subset is None else _rows(tensors, layout, selected, subset),
-        maps={} if subset is None else token_maps(tensors, layout),
-    )
+    look = {
+        "metrics": head_metrics(tensors, layout, tokens, previous),
+        "overlap_heads": stats.head_overlap(selected).float().cpu(),
+        "counts": selected[0].sum(1, dtype=torch.int32).cpu(),
+    }
+    if subset is not None:
+        look |= _rows(tensors, layout, selected, subset) | token_maps(tensors, layout)
+    return look
 
 
 def _rows(tensors: dict[str, Tensor], layout: TileLayout, selected: Tensor, subset: Shown) -> dict[str, Tensor]:
@@ -227,7 +211,7 @@ def query_mass(tensors: dict[str, Tensor], layout: TileLayout, queries: Sequence
 
 
 def token_maps(tensors: dict[str, Tensor], layout: TileLayout) -> dict[str, Tensor]:
-    """Sizes of every token of the first sample, fp32 `[t, h, w]` by the names of `MAPS`."""
+    """Per-token quantities of the first sample, fp32 `[t, h, w]` by the names of `MAPS`."""
     grid = layout.only_video("a map of tokens").grid_thw
     maps = {}
     for name, gate in (("coarse_gate", "gate_compress"), ("fine_gate", "gate_fine")):
@@ -257,18 +241,18 @@ def choose_shown(
     queries: Sequence[int] | None = None,
     first: Sequence[int] = (),
 ) -> Shown:
-    """What fits a page: all of it, or fewer query tiles, then fewer heads, then fewer layers, spread evenly.
+    """Choose what fits into a page: everything, or fewer query tiles, then heads, then layers, spread evenly.
 
     Args:
-        layers: to choose from.
+        layers: candidate layers.
         num_heads: H.
         num_queries: Nq.
         num_tiles: Nkv.
         num_timesteps: T.
-        most_bytes: of the embedded rows, one row a query tile with 8/3 bytes a kv tile.
-        heads: given by the user.
-        queries: given by the user.
-        first: query tiles that are among those chosen.
+        most_bytes: size limit of the embedded rows, one row per query tile with 8/3 bytes per kv tile.
+        heads: heads that the user asked for.
+        queries: query tiles that the user asked for.
+        first: query tiles to prefer.
     """
     some_layers, some_heads = list(layers), list(range(num_heads)) if heads is None else list(heads)
     target_queries = min(num_queries, 32) if queries is None else len(queries)

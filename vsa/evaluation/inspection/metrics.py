@@ -1,7 +1,7 @@
-"""The numbers of one layer's attention at one noise level, from what its method hands a recorder.
+"""Metrics of one layer's attention at one noise level, from the tensors that its method records.
 
-B samples, L tokens, H heads, D head dim, Nq / Nkv tiles of queries / keys. What a method does not record
-(`AttnContext.record`) gives NaN.
+B samples, L tokens, H heads, D head dim, Nq / Nkv tiles of queries / keys. Metrics of tensors that a method does not
+record (`AttnContext.record`) are NaN.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ HEAD_METRICS = {
     "lists_none": "kv tiles in no list",
     "lists_long": "kv tiles in more than 1.5 times the mean",
 }
-"""What is measured of every head, with its meaning."""
+"""Metrics of every head, with their meanings."""
 
 
 LISTS = ("kv_indices", "kv_num_blocks", "kv_num_full_blocks", "mask_ids")
@@ -63,7 +63,7 @@ def selected_tiles(tensors: Mapping[str, Tensor], layout: TileLayout) -> Tensor:
 
 
 def stage_outputs(tensors: Mapping[str, Tensor], layout: TileLayout) -> tuple[Tensor | None, Tensor | None]:
-    """What the coarse stage (or pooled tail) and the fine stage add to the output, `[B, L, H, D]` each."""
+    """Contributions of the coarse stage (or pooled tail) and the fine stage to the output, `[B, L, H, D]` each."""
     coarse, fine = tensors.get("tail"), tensors.get("fine")
     if coarse is None and "coarse" in tensors:
         coarse = tensors["coarse"]
@@ -80,8 +80,8 @@ def layer_metrics(
     """Means over samples and heads, fp32 scalars by the names of `METRICS` and `gate_fine_rms`.
 
     Args:
-        tensors: what the layer recorded.
-        layout: of a row of one video.
+        tensors: tensors that the layer recorded.
+        layout: layout of a row of one video.
         tokens: int64 query tokens whose recall is measured.
         previous: selection of the layer at the noise level before; None leaves `overlap_steps` NaN.
     """
@@ -135,7 +135,7 @@ BY_HEAD = ("scores", "kept_density", "merged_density", "skipped", *LISTS)
 
 
 def one_head(tensors: Mapping[str, Tensor], head: int) -> dict[str, Tensor]:
-    """What was recorded, of one head; lists that all heads share stay as they are."""
+    """The recorded tensors of one head; lists that all heads share stay as they are."""
     heads = tensors["q"].shape[2]
 
     def part(name: str, tensor: Tensor) -> Tensor:

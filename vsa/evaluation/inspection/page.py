@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import base64
-import html
 import io
-import json
 import math
 from collections.abc import Mapping, Sequence
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +16,10 @@ from torch import Tensor
 
 from vsa.evaluation.inspection.measure import MAPS, Inspection
 from vsa.evaluation.inspection.metrics import HEAD_METRICS
-from vsa.files import write_whole
-from vsa.secrets import without_secrets
+from vsa.pages.page import Page
 
-# of the page: rows of query tiles, frames, maps; the rest is for tables
+HERE = Path(__file__).parent
+# shares of the page: rows of query tiles, frames, maps; the rest is for tables
 SHARES = {"rows": 0.6, "frames": 0.2, "maps": 0.15}
 LONGEST_SIDES = (512, 384, 256, 192, 128)
 MOST_FRAMES = 32
@@ -37,37 +34,33 @@ def write_page(
     video: Tensor,
     times: Sequence[int],
     caption: str,
-    facts: str,
-    notes: str = "",
+    facts: Mapping[str, str],
+    note: str = "",
     first_query: int | None = None,
     most_bytes: int = 12_000_000,
 ) -> Path:
     """Write the page.
 
     Args:
-        inspection: what it shows.
+        inspection: what the page shows.
         path: HTML file to write.
         video: uint8 `[T, H, W, 3]`.
         times: token time of every frame, see `vsa.evaluation.attention_map.token_times`.
-        caption: of the clip.
-        facts: one line about model and clip.
-        notes: what the page leaves out.
+        caption: caption of the clip.
+        facts: facts about model and clip, by heading.
+        note: line about what the page leaves out.
         first_query: query tile at the start.
-        most_bytes: of the page, about; frames and maps are made smaller for it, the rows are as they were measured.
+        most_bytes: approximate size limit of the page; frames and maps are made smaller for it, rows are not.
     """
-    template = (files("vsa.evaluation.inspection") / "page.html").read_text(encoding="utf-8")
-    data = page_data(inspection, video, times, most_bytes) | {"caption": caption, "facts": facts, "notes": notes}
-    text = json.dumps(data | {"first_query": first_query}, allow_nan=False)
-    title, text = (without_secrets(x, named=False) for x in (f"inspect: {caption}", text))
-    # no text of a user ends the script it stands in
-    text = text.replace("<", "\\u003c")
-    before, after = template.replace("__TITLE__", html.escape(title)).split("__DATA__")
-    write_whole(path, before + text + after)
-    return path
+    page = Page(path, title=f"inspect: {caption}", facts=facts, warnings=[note] if note else [])
+    data = page_data(inspection, video, times, most_bytes) | {"first_query": first_query}
+    html, script, style = ((HERE / f"page.{kind}").read_text(encoding="utf-8") for kind in ("html", "js", "css"))
+    page.interactive(html, data=data, script=script, style=style)
+    return page.write("Pictures and tables of the same stand beside this file.")
 
 
 def page_data(inspection: Inspection, video: Tensor, times: Sequence[int], most_bytes: int) -> dict[str, Any]:
-    """What the page's script reads: numbers as JSON, arrays and frames in base64."""
+    """Data for the script of the page: numbers as JSON, arrays and frames in base64."""
     picked = shown_frames(times)
     subset = inspection.shown
     place = [inspection.layers.index(layer) for layer in subset.layers]
@@ -101,7 +94,7 @@ def page_data(inspection: Inspection, video: Tensor, times: Sequence[int], most_
 
 
 def query_recall(inspection: Inspection) -> Tensor:
-    """Share of the true attention of each shown query tile on its selected tiles, `[T, Ys, Hs, Q]`."""
+    """Share of the true attention of each shown query tile that lies on its selected tiles, `[T, Ys, Hs, Q]`."""
     return (inspection.mass * inspection.selected).sum(-1).clamp(0, 1)
 
 

@@ -1,4 +1,4 @@
-"""The pictures of an inspection: selected tiles over the clip, recall, gate maps, popularity of kv tiles."""
+"""Pictures of an inspection: selected tiles over the clip, recall, gate maps, popularity of kv tiles."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ HEATMAPS = {
 def draw_selected(
     inspection: Inspection, video: Tensor, times: Sequence[int], path: Path, *, queries: Sequence[int], title: str
 ) -> Path:
-    """A few query tiles in every shown layer, at the middle timestep: the selected tiles of all shown heads.
+    """Draw the selected tiles of a few query tiles at the middle timestep, for all shown heads and up to three layers.
 
     Args:
-        inspection: what was measured.
+        inspection: results of the inspection.
         video: uint8 `[T, H, W, 3]`.
         times: see `vsa.evaluation.attention_map.token_times`.
         path: PNG to write.
-        queries: some of the shown query tiles; up to three layers are drawn.
+        queries: query tiles to draw, among those shown.
         title: first line above the picture.
     """
     subset, at = inspection.shown, len(inspection.timesteps) // 2
@@ -60,7 +60,7 @@ def draw_selected(
 
 
 def draw_heatmaps(inspection: Inspection, path: Path, *, title: str) -> Path:
-    """Recall with its random level, coarse share and overlap of neighbouring lists, layer by noise level."""
+    """Draw recall with its random level, coarse share and overlap of neighbouring lists, layer by noise level."""
     tables = {text: inspection.table(name).mean(-1).T for name, text in HEATMAPS.items()}
     tables = {text: table for text, table in tables.items() if not table.isnan().all()}
     levels = [timestep / 1000 for timestep in inspection.timesteps]
@@ -68,7 +68,7 @@ def draw_heatmaps(inspection: Inspection, path: Path, *, title: str) -> Path:
 
 
 def draw_maps(inspection: Inspection, video: Tensor, times: Sequence[int], path: Path, *, title: str) -> Path:
-    """Gates and coarse share over the middle frame, layer by map, at the middle timestep; needs at least one map."""
+    """Draw gates and coarse share over the middle frame at the middle timestep; needs at least one map."""
     at, names = len(inspection.timesteps) // 2, list(inspection.maps)
     layers, frame = inspection.shown.layers, len(video) // 2
     height, width = video.shape[1:3]
@@ -98,7 +98,7 @@ def draw_maps(inspection: Inspection, video: Tensor, times: Sequence[int], path:
 
 
 def draw_popularity(inspection: Inspection, path: Path, *, title: str) -> Path:
-    """Lists that hold a kv tile, the most popular first, over the mean; one line a layer."""
+    """Draw how many lists hold a kv tile, relative to the mean, the most popular first; one line per layer."""
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.add_subplot()
     ranked = inspection.counts.float().sort(-1, descending=True).values
