@@ -200,12 +200,12 @@ def test_random_problems(triton_device, compiled):
     assert max(counts.values()) <= len(keys), f"more compilations than keys: {counts}"
 
 
-@pytest.mark.slow
+@pytest.mark.soak("Triton kernels in the interpreter against fp64", tries=60, short=0)
 @pytest.mark.skipif(not INTERPRETED, reason="a GPU has all of them in test_random_problems")
-def test_further_random_problems(triton_device):
+def test_further_random_problems(triton_device, attempt):
     keys = _keys(7, triton_device)
-    for seed in range(len(keys), 30):
-        assert_solved(seed, keys[seed % len(keys)], triton_device)
+    seed = len(keys) + attempt
+    assert_solved(seed, keys[seed % len(keys)], triton_device)
 
 
 def test_a_damaged_problem_is_noticed(triton_device):
@@ -288,7 +288,8 @@ def test_memory_does_not_grow():
 
 @pytest.mark.gpu
 @needs_gpu
-@pytest.mark.parametrize("far", ["batch", "token", "head"])
+@pytest.mark.soak("strides past 2**31 on a GPU")
+@pytest.mark.parametrize("far", ["batch", "token", "head", "fused"])
 def test_offsets_past_2_31_elements(far):
     size, D = 1 << 31, 64
     # elements between neighbours along (batch, token, head), and how many of each
@@ -296,17 +297,25 @@ def test_offsets_past_2_31_elements(far):
         "batch": ((size + 64, 8 * D, D), (2, 124, 2)),
         "token": ((8 * D, 1 << 21, D), (1, 1084, 2)),
         "head": ((8 * D, 8 * D, size + 64), (1, 124, 2)),
+        # q, k, v and dout of 24 heads side by side, as one projection for attention and MLP makes them
+        "fused": ((0, 16 * 24 * D, D), (1, size // (16 * 24 * D) // 64 * 64 + 124, 24)),
     }[far]
     # what is read by mistake is NaN
     buffer = torch.full((size + (1 << 28),), torch.nan, device="cuda", dtype=torch.bfloat16)
     # with a ragged block contiguous tensors take the same kernel as strided ones
     sizes = [64] * (shape[1] // 64) + [60]
-    case = make_case(sizes, sizes, batch=shape[0], heads=2, kv_heads=2, head_dim=D, dtype=torch.bfloat16, device="cuda")
+    heads = {"heads": shape[2], "kv_heads": shape[2], "index_heads": 1 if far == "fused" else None}
+    # of a thousand blocks a few, of a few blocks half
+    density = min(0.5, 40 / len(sizes))
+    case = make_case(
+        *(sizes, sizes), batch=shape[0], **heads, density=density, head_dim=D, dtype=torch.bfloat16, device="cuda"
+    )
     names = ("q", "k", "v", "dout")
     views = {}
     for i, name in enumerate(names):
         # q, k, v and dout lie beside each other inside the steps of the smaller stride
-        views[name] = buffer.as_strided((*shape, D), (*strides, 1), 2 * D * i if far != "head" else D * i)
+        apart = {"head": D, "fused": shape[2] * D}.get(far, 2 * D)
+        views[name] = buffer.as_strided((*shape, D), (*strides, 1), apart * i)
         views[name].copy_(getattr(case, name))
     expected = _forward_backward(case)
     actual = _forward_backward(replace(case, **views))
@@ -316,6 +325,7 @@ def test_offsets_past_2_31_elements(far):
 
 @pytest.mark.gpu
 @needs_gpu
+@pytest.mark.soak("strides past 2**31 on a GPU")
 def test_outputs_past_2_31_elements():
     H, D = 32, 128
     num = (1 << 31) // (H * D * 64) + 2
