@@ -1,5 +1,8 @@
-"""A folder of clips with everything that can be wrong."""
+"""A folder of clips with everything that can be wrong, and a decoder that fails as libraries do."""
 
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from vsa.data.toy_videos import render_clip
@@ -24,3 +27,39 @@ def write_spoilt(folder: Path) -> Path:
     (folder / "folder.mp4").mkdir()
     (folder / "link.mp4").symlink_to(folder.parent / "nowhere.mp4")
     return folder
+
+
+# prepended to the decoder process: names of files simulate the faults that real files cause in libraries
+_DECODER = """
+import os, time
+import vsa.data.video_files as video_files
+
+def opened(path, real=video_files._opened):
+    if path.name.startswith("hang"):
+        time.sleep(1e6)
+    if path.name.startswith("abort"):
+        os.abort()
+    if path.name.startswith("exit"):
+        os._exit(0)
+    if path.name.startswith("segment"):
+        os.kill(os.getpid(), 11)
+    if path.name.startswith("grow"):
+        grown = [bytes(1 << 20)]
+        while True:
+            grown.append(bytearray(1 << 26))
+    return real(path)
+
+video_files._opened = opened
+"""
+
+
+@contextmanager
+def faulty_decoder(folder: Path) -> Iterator[None]:
+    """Let decoder processes started in the block hang, crash, exit or grow at files with such names."""
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(_DECODER)
+    sys.path.insert(0, str(folder))
+    try:
+        yield
+    finally:
+        sys.path.remove(str(folder))

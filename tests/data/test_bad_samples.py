@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from scripts.soak import data as soak
-from scripts.soak.rows import counted
 from tests.data.test_datamodule import assert_equal, attach, batches, module
+from tests.forged_samples import TEXT, Forgery, forge, forgeries
 from vsa.data.bad_samples import BadSampleError, NoGoodSample, read_drop_list, write_drop_list
 from vsa.data.index import INDEX_NAME
 from vsa.data.shards import LatentReader
@@ -99,15 +98,31 @@ def test_nothing_but_bad_samples_is_one_line(tmp_path: Path, make_dataset, worke
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.slow
-def test_forged_members_are_told_and_a_reader_that_looks_less_would_be_seen(tmp_path: Path, monkeypatch) -> None:
-    rows = {row.name: row for row in soak.ROWS}
-    row = rows["forged members with right digests are passed and told"]
-    outcome = counted(row.run(tmp_path / "whole", row.tries, 0))
-    assert (outcome.tried, outcome.survived, outcome.failures) == (40, 40, ())
+FORGERIES = {forgery.name: forgery for forgery in forgeries()}
+
+
+def drawn_with(root: Path, forgery: Forgery) -> tuple[set[tuple[str, str]], bool]:
+    """Draw all eight samples of a set with a forged one: what is reported, and whether the batch is good."""
+    forge(root, "video-003", forgery.kind, forgery.payload)
+    data = attach(module(root, batch_size=8, val_fraction=0.0, caption_dropout=0.0, text_encoder=TEXT), steps=1)
+    (batch,) = batches(data)
+    finite = bool(batch.latents.isfinite().all() and batch.text.isfinite().all())
+    return {(bad.id, bad.cause) for bad in batch.bad}, finite and "video-003" not in batch.sample_ids
+
+
+@pytest.mark.soak("forged members with right digests are passed and told")
+@pytest.mark.parametrize("name", FORGERIES)
+def test_a_forged_member_is_passed_and_told(name: str, tmp_path: Path, make_dataset) -> None:
+    root = make_dataset(tmp_path / "set", videos=8, images=0)
+    # a sample that replaces itself is reported once more, with the same cause
+    assert drawn_with(root, FORGERIES[name]) == ({("video-003", FORGERIES[name].cause)}, True)
+
+
+@pytest.mark.parametrize("name", ["a NaN", "1e30", "latents of torch.int8"])
+def test_a_reader_that_looks_less_would_be_seen(name: str, tmp_path: Path, make_dataset, monkeypatch) -> None:
     monkeypatch.setattr(LatentReader, "_numbers", lambda self, key, span, name, tensor: tensor.float())
-    # values and types go unnoticed, which are the first ones
-    assert counted(row.run(tmp_path / "blind", 16, 0)).survived == 0
+    root = make_dataset(tmp_path / "set", videos=8, images=0)
+    assert drawn_with(root, FORGERIES[name]) != ({("video-003", FORGERIES[name].cause)}, True)
 
 
 def test_a_drop_list_leaves_samples_out_and_is_told(spoilt: Path, tmp_path: Path, caplog) -> None:

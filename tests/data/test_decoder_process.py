@@ -9,7 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
-from scripts.soak.hostile_media import faulty_decoder
+from tests.data.spoilt import faulty_decoder
 from vsa.data import video_files
 from vsa.data.captions import read_captions
 from vsa.data.codecs import HaarCodec

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import random
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import lightning as L
 import pytest
@@ -11,13 +14,16 @@ import torch.distributed as dist
 from omegaconf import OmegaConf
 
 from tests.data.conftest import write_dataset
-from tests.shard_server import serve
+from tests.shard_server import ShardServer, serve
 from tests.training.ranks import run_ranks
 from tests.training.test_bad_samples import spoil
+from vsa.data import remote
 from vsa.data.batch import StreamMark
 from vsa.data.batch_stream import RankSlice
 from vsa.data.codecs import HaarCodec
-from vsa.data.index import INDEX_NAME, DatasetIndex
+from vsa.data.index import INDEX_NAME, DatasetIndex, SampleEntry
+from vsa.data.shards import LatentReader
+from vsa.data.stream import samples_by_shard
 from vsa.data.stream_datamodule import StreamDataModule
 from vsa.data.text import HashedNgramEncoder
 from vsa.training.config_changes import changed_settings
@@ -116,24 +122,78 @@ def test_a_run_is_killed_and_goes_on(train, training, shards, caplog, workers):
     )
 
 
-@pytest.mark.slow
-def test_two_ranks_go_on_as_one(train, training, shards):
-    """24 of 40 samples on two ranks with two workers each, then the rest in one process."""
+class Checked(Seen):
+    """Notes what was lost too; every latent is that of its sample."""
 
-    def on_rank(rank: int) -> list[str]:
-        callback = Seen()
-        options = ("trainer=fsdp", "trainer.accelerator=cpu", "trainer.max_steps=6", "data.num_workers=2")
-        train(shards, *options, callbacks=(callback,))
-        return [name for ids in callback.ids.values() for name in ids]
+    def __init__(self, good: dict[str, torch.Tensor]):
+        super().__init__()
+        self.good, self.bad = good, set[str]()
 
-    first, second = run_ranks(2, on_rank)
-    assert len(first) == len(second) == 12
-    assert len({*first, *second}) == 24
-    after = Seen()
-    train(shards, "trainer.max_steps=16", "ckpt_path=last", callbacks=(after,))
-    rest = {name for ids in after.ids.values() for name in ids}
-    names = {name for name in DatasetIndex.load(shards / INDEX_NAME).samples if name < "video-040"}
-    assert {*first, *second} | rest == names
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        self.bad |= {bad.id for bad in batch.bad}
+        for name, latents in zip(batch.sample_ids, batch.latents, strict=True):
+            assert torch.equal(latents, self.good[name]), name
+
+
+def spoil_server(server: ShardServer, samples: dict[str, list[SampleEntry]], draw: random.Random) -> set[str]:
+    """Give a server faults that pass, and one shard a fault that does not; returns the samples that may be lost."""
+    server.ranges = draw.random() < 0.7
+    names = [*samples, *{entry.text.shard for entries in samples.values() for entry in entries}]
+    server.moods = {name: draw.choices(["hangs", "drips", "moves"], k=draw.randrange(2)) for name in names}
+    server.breaks = {name: 1 for name in names if draw.random() < 0.3}
+    shard = draw.choice([*samples])
+    entries, fault = samples[shard], draw.choice(["html", "lies", "redirects", 403, 404, 429, 503, "ends", "flip", ""])
+    if isinstance(fault, int):
+        server.status[shard] = fault
+    elif fault == "ends":
+        # nothing from here on
+        entries = entries[draw.randrange(1, len(entries)) :]
+        server.ends[shard] = entries[0].latent.offset + 1
+    elif fault == "flip":
+        entries = [draw.choice(entries)]
+        spoil(server.root, [entries[0].id])
+    elif fault:
+        server.moods[shard] = [fault]
+    return {entry.id for entry in entries} if fault else set()
+
+
+@pytest.mark.soak("streams past broken servers and over a resume", tries=12, short=0)
+def test_two_ranks_are_killed_and_go_on_past_faulty_servers(attempt, train, training, shards, monkeypatch):
+    """Two gloo processes with a server that fails in many ways, then one or two with another such server."""
+    for name, value in (("PAUSES", (0.0, 0.0, 0.0)), ("PATIENCE", 1.0), ("_TIMEOUT", 1.0)):
+        monkeypatch.setattr(remote, name, value)
+    draw, reader = random.Random(attempt), LatentReader(shards)
+    names = {name for name in reader.index.samples if name < "video-040"}
+    samples = {shard: part for shard, part in samples_by_shard(reader.index).items() if part[0].id in names}
+    good, kill = {name: reader.latent(name) for name in names}, draw.randrange(3, 9)
+
+    def on_rank(rank: int, world: int, url: str, *overrides: str, kill: int = -1) -> tuple[dict[int, Any], set[str]]:
+        callback = Checked(good)
+        ranks = ("trainer=fsdp", "trainer.accelerator=cpu") if world > 1 else ()
+        own = ("data.max_bad=1", "data.shuffle_buffer=3", "trainer.max_steps=40")
+        with pytest.raises(RuntimeError, match="killed") if kill > 0 else nullcontext():
+            train(url, *ranks, *own, *overrides, callbacks=(callback, Killed(kill)))
+        return callback.ids, callback.bad
+
+    workers = f"data.num_workers={draw.randrange(3)}"
+    with serve(shards) as server:
+        # validation shards and the index are read at the start
+        lost = spoil_server(server, samples, draw)
+        before = run_ranks(2, lambda rank: on_rank(rank, 2, server.url, workers, kill=kill))
+    step, world = training.last().step, draw.choice((1, 2))
+    workers = f"data.num_workers={draw.randrange(2)}"
+    with serve(shards) as server:
+        lost |= spoil_server(server, samples, draw)
+        again = ("ckpt_path=last", workers)
+        after = run_ranks(world, lambda rank: on_rank(rank, world, server.url, *again))
+    assert kill - 2 <= step <= kill
+    assert training.last().state["stream"]["epoch"] >= 1
+    trained = {name for ids, _ in before for at, part in ids.items() if at < step for name in part}
+    trained |= {name for ids, _ in after for part in ids.values() for name in part}
+    told = {name for _, bad in (*before, *after) for name in bad}
+    # whole samples are not given up, and each of an epoch is trained on or told
+    assert told <= lost
+    assert trained | told == names
 
 
 def test_two_straight_runs_are_one(train, training, shards):
