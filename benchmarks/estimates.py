@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tarfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -18,7 +19,7 @@ from vsa.training.estimate.gpus import GIB, known_gpu
 from vsa.training.estimate.job import FORWARD, TRAINING, Job, PlannedNetwork
 from vsa.training.estimate.predict import memory, step_seconds
 
-FOLDER = Path(__file__).parent
+MEASURED = Path(__file__).parent / "raw" / "training.tar.xz"
 WAN, DIT_120M, ABLATION = (12, 128, 8960, 30, 4096), (12, 64, 3072, 12, 4096), (8, 64, 2048, 6, 64)
 """Heads, head dim, feed-forward width, layers and text width of models."""
 
@@ -29,7 +30,7 @@ class Comparison:
 
     Args:
         what: description of the measured step.
-        file: file in `benchmarks/` with the measurement.
+        file: file of `MEASURED` with the measurement.
         calibrates: whether a rate of the GPU was derived from it.
         job: the measured job.
         milliseconds: measured time of a step.
@@ -72,7 +73,10 @@ def comparisons() -> list[Comparison]:
 
 
 def _read(file: str) -> Any:
-    return json.loads((FOLDER / f"{file}.json").read_text())
+    with tarfile.open(MEASURED) as archive:
+        member = archive.extractfile(f"{MEASURED.name.partition('.')[0]}/{file}.json")
+        assert member is not None
+        return json.load(member)
 
 
 def _network(size: tuple[int, ...], gates: int | None, tile: tuple[int, int, int] = (4, 4, 4), **use: Any) -> Any:
@@ -165,7 +169,7 @@ def _distillation() -> Iterator[Comparison]:
 
 
 def _ablation() -> Iterator[Comparison]:
-    file = "ablation/h200-2026-11-22-step"
+    file = "h200-2026-11-22-step-ablation"
     tiles = {"full": (4, 4, 4), "video_sparse 4,4,4": (4, 4, 4), "video_sparse 4,8,8": (4, 8, 8)}
     for row in _read(file):
         if row["name"] not in tiles:

@@ -43,7 +43,11 @@ def typed_commands(name: str) -> list[Command]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", [page for page in PAGES if page.name not in IN_CHAINS], ids=lambda page: page.stem)
+@pytest.mark.parametrize(
+    "page",
+    [page for page in PAGES if page.name not in IN_CHAINS and page.parent.name != "benchmarks"],
+    ids=lambda page: page.stem,
+)
 def test_the_commands_run(page, typist):  # noqa: F811
     listing = typed_commands(str(page.relative_to(ROOT)))
     if not listing:
