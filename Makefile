@@ -69,7 +69,7 @@ wheel:
 
 # every fault of the reliability scorecard, provoked many times: under an hour on two cores
 soak: $(STAMP)
-	OMP_NUM_THREADS=1 PYTHONPATH=.:kernels $(BIN)/python -m scripts.soak
+	$(PYTEST) -m "soak and not gpu" --tries full
 
 # the pages of docs/ with a configuration reference, as files to open from the disk; a warning is an error
 docs: $(STAMP)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import os
+import signal
+import sys
 import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import lightning.fabric.utilities.rank_zero as rank_zero
@@ -80,3 +84,80 @@ def become_rank(rank: int, world: int, port: int) -> None:
     }
     # set from the environment when the module is imported, which was before the fork
     rank_zero.rank_zero_only.rank = rank_zero_only.rank = rank
+
+
+class Ranks:
+    """Ranks that run a function until they are told, killed or done; the end of a block kills those that are left.
+
+    Args:
+        world: number of processes; a single one is no rank of anything.
+        function: run on every rank.
+        folder: for what each prints, `output-RANK`.
+    """
+
+    def __init__(self, world: int, function: Callable[[int], object], folder: Path):
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._folder, self._world, self._function = folder, world, function
+        folder.mkdir(parents=True, exist_ok=True)
+        context = multiprocessing.get_context("fork")
+        self.processes = [context.Process(target=self._run, args=(rank,)) for rank in range(world)]
+        for process in self.processes:
+            process.start()
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.processes:
+            process.kill()
+            process.join()
+
+    def _run(self, rank: int) -> None:
+        with open(self._file(rank), "wb") as file:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
+        sys.stdout, sys.stderr = os.fdopen(1, "w", 1, closefd=False), os.fdopen(2, "w", 1, closefd=False)
+        for name in ("lightning.pytorch", "lightning.fabric"):
+            # those of the parent write to its own streams
+            logging.getLogger(name).handlers = [logging.StreamHandler(sys.stderr)]
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM):
+            signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        if self._world > 1:
+            become_rank(rank, self._world, self._store.port)
+        self._function(rank)
+
+    def _file(self, rank: int) -> Path:
+        return self._folder / f"output-{rank}"
+
+    def output(self, rank: int = 0) -> str:
+        """What a rank has printed."""
+        return self._file(rank).read_text(errors="replace") if self._file(rank).exists() else ""
+
+    def send(self, number: int, *ranks: int) -> None:
+        """Send a signal to some ranks, or to all of them."""
+        for rank in ranks or range(self._world):
+            if self.processes[rank].is_alive():
+                os.kill(self.processes[rank].pid, number)  # type: ignore[arg-type]
+
+    def ended(self) -> bool:
+        """Whether any rank has ended."""
+        return any(process.exitcode is not None for process in self.processes)
+
+    def statuses(self, seconds: float = 120, *, without: int | None = None) -> list[int | None]:
+        """The status of each rank, None where it still runs after `seconds`; `without` is not waited for."""
+        end = time.monotonic() + seconds
+        for rank, process in enumerate(self.processes):
+            if rank != without:
+                process.join(max(0.0, end - time.monotonic()))
+        return [process.exitcode for process in self.processes]
+
+
+def wait_for(condition: Callable[[], object], seconds: float = 60) -> bool:
+    """Wait until a condition holds; False after `seconds` without it."""
+    end = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.005)
+    return True

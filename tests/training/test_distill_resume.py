@@ -187,6 +187,7 @@ def test_the_frozen_teacher_is_outside_of_the_checkpoint_and_pinned(distill, tra
 # several ranks
 
 
+@pytest.mark.soak("any number of ranks is one process, over a resume too")
 @pytest.mark.parametrize(
     ("trainer", "term"),
     [

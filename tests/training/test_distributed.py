@@ -111,11 +111,13 @@ def ranks_are_one(training, world: int, overrides: tuple[str, ...]) -> None:
     assert largest_difference(half, one) > 1e-2
 
 
+@pytest.mark.soak("any number of ranks is one process, over a resume too")
 @pytest.mark.parametrize("trainer", ["fsdp", pytest.param("ddp", marks=pytest.mark.slow)])
 def test_two_ranks_are_one(training, trainer):
     ranks_are_one(training, 2, (f"trainer={trainer}", "trainer.accelerator=cpu"))
 
 
+@pytest.mark.soak("any number of ranks is one process, over a resume too")
 @pytest.mark.slow
 def test_four_ranks_in_two_copies_are_one(training):
     ranks_are_one(training, 4, ("trainer=fsdp", "trainer.accelerator=cpu", "trainer.strategy.replicate=2"))
@@ -147,6 +149,7 @@ def test_broken_slices_and_scales_would_be_seen(training, monkeypatch):
 LORA = "+task.lora={_target_:vsa.checkpoints.lora.LoRA,rank:2,alpha:2}"
 
 
+@pytest.mark.soak("any number of ranks is one process, over a resume too")
 @pytest.mark.parametrize(
     ("start", "extra"),
     [pytest.param("run", (), marks=pytest.mark.slow), pytest.param("folder", (LORA,), marks=pytest.mark.slow)],

@@ -67,30 +67,31 @@ def test_what_is_not_finite_is_no_spike_and_spoils_nothing(rule):
     assert not rule.is_spike(1.4)
 
 
-@pytest.mark.parametrize(
-    "extra",
-    [(), pytest.param(("trainer.accumulate_grad_batches=2", "data.num_workers=1"), marks=pytest.mark.slow)],
-)
-def test_one_batch_times_forty_is_undone(training, extra):
+@pytest.mark.soak("loss spikes: one batch times 40 is undone", tries=12, short=1)
+def test_one_batch_times_forty_is_undone(training, attempt):
+    extra = ("trainer.accumulate_grad_batches=2", "data.num_workers=1") if attempt % 2 else ()
+    # one step after the last checkpoint, or none
+    spike = SPIKE - attempt % 4 // 2
+    extra += (f"seed={attempt // 4}",)
     training(*WATCHED, *extra, "run=clean")
-    outlier = Outlier(SPIKE)
+    outlier = Outlier(spike)
     trainer = training(*WATCHED, *extra, callbacks=(outlier,))
     # every step has one row, those before the checkpoint are those of a run without the batch
     clean, mended = training.losses("clean"), training.losses()
     assert list(mended) == list(clean) == list(range(1, 17))
-    assert {step: mended[step] for step in range(1, SPIKE)} == {step: clean[step] for step in range(1, SPIKE)}
-    assert mended[SPIKE] != clean[SPIKE]
+    assert {step: mended[step] for step in range(1, 11)} == {step: clean[step] for step in range(1, 11)}
+    assert mended[11] != clean[11]
     assert max(map(float, mended.values())) < 2 * max(map(float, clean.values()))
     assert training.metrics()[16]["loss_spikes/rollbacks"] == "1"
     state = training.last().state
-    assert state["skipped_windows"] == [[10, SPIKE]]
+    assert state["skipped_windows"] == [[10, spike]]
     assert state["loss_spikes"]["rollbacks"] == 1
     assert len(state["loss_spikes"]["losses"]) == 16
-    # the two steps of the window were drawn twice, with other noise, all others once
+    # the steps of the window were drawn twice, with other noise, all others once
     micro_batches = trainer.accumulate_grad_batches
     for step in range(16):
         draws = of_step(outlier.drawn, step)
-        twice = step in (10, SPIKE)
+        twice = step in range(10, spike + 1)
         assert len(draws) == (2 if twice else 1) * micro_batches
         assert len(set(draws)) == len(draws)
     # and the new ones are those of the plan with another seed
@@ -101,14 +102,20 @@ def test_one_batch_times_forty_is_undone(training, extra):
         seed=hash64(data.seed, "skipped window", 1) >> 1,
         phases=data.plan.phases,
     )
-    sample_ids = {sample for ids, _ in of_step(outlier.drawn, SPIKE)[micro_batches:] for sample in ids}
-    assert sample_ids == {ref.id for ref in other.step(SPIKE).refs}
+    sample_ids = {sample for ids, _ in of_step(outlier.drawn, spike)[micro_batches:] for sample in ids}
+    assert sample_ids == {ref.id for ref in other.step(spike).refs}
 
 
 def test_without_the_watch_the_spike_is_taken(training):
     """The control of the test above."""
     training("trainer.max_steps=16", callbacks=(Outlier(SPIKE),))
     assert max(map(float, training.losses().values())) > 100
+
+
+@pytest.mark.soak("loss spikes: false alarms in clean runs", tries=10, short=0)
+def test_no_false_alarm(training, attempt):
+    training("callbacks=loss_spikes", f"seed={attempt}", "trainer.max_steps=150")
+    assert training.metrics()[150]["loss_spikes/rollbacks"] == "0"
 
 
 def test_the_watch_changes_nothing_in_a_run_without_spikes(training):
@@ -118,11 +125,10 @@ def test_the_watch_changes_nothing_in_a_run_without_spikes(training):
     assert "skipped_windows" not in training.last("watched").state
 
 
-@pytest.mark.parametrize(
-    "batches", [pytest.param(5, marks=pytest.mark.slow), 9, pytest.param(14, marks=pytest.mark.slow)]
-)
-def test_a_run_that_was_stopped_takes_the_same_path(training, batches):
+@pytest.mark.soak("loss spikes: a kill before, in and after them, resumed", tries=19, short=1)
+def test_a_run_that_was_stopped_takes_the_same_path(training, attempt):
     """Stopped before the spike, between the spike and the next checkpoint, and after it; two spikes."""
+    batches = (9, *range(1, 9), *range(10, 20))[attempt % 19]
 
     class Stop(L.Callback):
         """A kill after a number of batches: nothing is saved."""
@@ -179,14 +185,15 @@ def test_signals_leave_the_path_as_it_is(training):
         assert all(torch.equal(tensors[name], value) for name, value in expected[0].items())
 
 
-@pytest.mark.slow
-def test_two_ranks_go_back_together(training):
+@pytest.mark.soak("loss spikes on two ranks: one batch times 40 is undone", tries=5, short=0)
+def test_two_ranks_go_back_together(training, attempt):
+    common = (*WATCHED, "optim.eps=0.01", f"seed={attempt}")
+
     def rank(number: int) -> None:
-        settings = ("run=ranks", "trainer=fsdp", "trainer.devices=2", "optim.eps=0.01")
-        training(*WATCHED, *settings, callbacks=(Outlier(SPIKE),))
+        training(*common, "run=ranks", "trainer=fsdp", "trainer.devices=2", callbacks=(Outlier(SPIKE),))
 
     run_ranks(2, rank)
-    training(*WATCHED, "run=one", "optim.eps=0.01", callbacks=(Outlier(SPIKE),))
+    training(*common, "run=one", callbacks=(Outlier(SPIKE),))
     assert training.last("ranks").state["skipped_windows"] == training.last("one").state["skipped_windows"]
     one, ranks = ({step: float(loss) for step, loss in training.losses(run).items()} for run in ("one", "ranks"))
     assert ranks == pytest.approx(one, rel=1e-4)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import re
 import signal
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,9 +12,8 @@ from pathlib import Path
 import lightning as L
 import pytest
 import torch.distributed as dist
-from torch.distributed import TCPStore
 
-from tests.training.ranks import become_rank, run_ranks
+from tests.training.ranks import Ranks, run_ranks
 from vsa.training.rank_times import CollectiveClock, RankTimes, straggler_line
 from vsa.training.run_state import RunStatus
 from vsa.training.watch import LOST_STATUS, Watch
@@ -41,27 +38,9 @@ def ended(world: int, function: Callable[[int], object], folder: Path, *, frozen
         folder: for what they print.
         frozen: one that does not end.
     """
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-
-    def run(rank: int) -> None:
-        sys.stderr = open(folder / f"err-{rank}", "w", buffering=1)  # noqa: SIM115 (as long as the process)
-        become_rank(rank, world, store.port)
-        function(rank)
-
-    context = multiprocessing.get_context("fork")
-    processes = [context.Process(target=run, args=(rank,)) for rank in range(world)]
-    for process in processes:
-        process.start()
-    try:
-        end = time.monotonic() + 100
-        for rank, process in enumerate(processes):
-            if rank != frozen:
-                process.join(max(0, end - time.monotonic()))
-        return [p.exitcode for p in processes], [(folder / f"err-{rank}").read_text() for rank in range(world)]
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
+    with Ranks(world, function, folder) as ranks:
+        statuses = ranks.statuses(100, without=frozen)
+        return statuses, [ranks.output(rank) for rank in range(world)]
 
 
 class Act(L.Callback):
