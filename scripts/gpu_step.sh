@@ -1,23 +1,21 @@
 #!/usr/bin/env bash
 # What a training step, a distillation and a generation take on a GPU; benches compare with a slower definition first.
 # Usage, in the repository root, with the packages of `pip install -e .`:  scripts/gpu_step.sh [--dry-run] [PART...]
-#   PART  tests norm layer step distill denoise profile logging full start start_wan pair ranks; default all. Seconds of an H200:
-#         250  30   80    75   200     210     130     240     60   70    110       250  500
+#   PART  tests norm layer step distill denoise profile logging start start_wan pair ranks; default all. Seconds of an H200:
+#         250  30   80    75   200     210     130     240     70    110       250  500
 #   --dry-run  says what would run
 #   OUT   folder of PART.json, PART.txt and profiles; default outputs/gpu_step
 # `start` trains the 120M model twice, with an empty, then a warm cache; `start_wan` finetunes Wan-1.3B so from a safetensors
 # folder of random weights (5.7 GB, deleted at the end). `pair` trains one variant of the ablation with the fused elementwise
 # kernels and with torch's operations, on two GPUs at the same time (130 s) if they are there, and compares the losses
-# (pair.json). `full` trains the 120M model while another program holds the memory that it needs by the estimate: the step that
-# does not fit is made again at another level of activation checkpointing. `logging` alternates log lines of every step and of
-# every 20th, `ranks` one GPU and all of them, three times.
+# (pair.json). `logging` alternates log lines of every step and of every 20th, `ranks` one GPU and all of them, three times.
 # Exit status 1 when a part failed.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 2
 OUT=${OUT:-outputs/gpu_step} dry=0 failed=0
 export PYTHONPATH=${PYTHONPATH:+$PYTHONPATH:}.:kernels PYTHONUNBUFFERED=1
 unset TRITON_INTERPRET
-python=${PYTHON:-python3} all="tests norm layer step distill denoise profile logging full start start_wan pair ranks" parts=()
+python=${PYTHON:-python3} all="tests norm layer step distill denoise profile logging start start_wan pair ranks" parts=()
 for word in "$@"; do
   if [ "$word" = --dry-run ]; then dry=1; continue; fi
   # a word with a space is no part
@@ -90,18 +88,6 @@ for part in "${parts[@]}"; do
         done
       done
       run logging 30 "$python" scripts/mean_step_seconds.py "$OUT"/runs/logging-*-every-* ;;
-    full)
-      latents "$OUT/latents-120m" --count 64
-      if [ "$dry" = 0 ]; then
-        "$python" -c 'import sys, time, torch
-held = torch.empty(torch.cuda.mem_get_info()[0] - (int(sys.argv[1]) << 30), dtype=torch.uint8, device="cuda")
-print(f"held {held.numel() / 2**30:.1f} GiB", flush=True)
-time.sleep(300)' "${GIB_LEFT:-50}" >"$OUT/held.txt" 2>&1 &
-        holder=$!
-        until grep -q held "$OUT/held.txt" || ! kill -0 "$holder" 2>/dev/null; do sleep 1; done
-      fi
-      train full 150 "${micro[@]}" trainer.max_steps=10 trainer.limit_val_batches=0 callbacks.checkpoint=null
-      [ "$dry" = 1 ] || { kill "$holder"; grep -h "the step is made again with" "$OUT/full.txt" || failed=1; } ;;
     start)
       latents "$OUT/latents-120m" --count 64
       first_step start 120 "${micro[@]}" trainer.max_steps=15 ;;

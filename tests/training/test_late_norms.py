@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from tests.training.ranks import run_ranks
-from tests.training.test_recomputation import RunsOut
 from tests.training.test_training import BadGradient
 from vsa.models.sharding import local
 from vsa.training.replay import replay_step
@@ -155,14 +154,6 @@ def test_a_step_that_is_dropped_late_is_replayed(training, train, step, late):
     assert result.first is not None
     assert result.first.startswith("latents of sample ")
     assert all(math.isnan(float.fromhex(loss)) for loss in result.recorded)
-
-
-def test_a_step_dropped_before_one_that_runs_out_of_memory_is_dumped(training, train):
-    fault = RunsOut("none", step=2)
-    train("trainer.max_steps=4", "trainer.log_every_n_steps=1", callbacks=(BadLatents(1), fault))
-    assert fault.steps == [0, 1, 2, 2, 3]
-    (path,) = (training.folder() / "nan-dumps").glob("*")
-    assert replay_step(path, accelerator="cpu").reproduced
 
 
 def test_too_many_late_drops_end_the_run(training, train):

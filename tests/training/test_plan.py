@@ -12,7 +12,11 @@ PLAN = ("plan", "model=dit_60m", "model.text_dim=64", "trainer.devices=1", "--gr
 @pytest.mark.parametrize(
     ("words", "status", "said"),
     [
-        ((), 0, "activation_checkpointing=auto takes none: the least recomputation that fits"),
+        (
+            (),
+            0,
+            "activation_checkpointing=auto takes none: the least recomputation that fits and leaves 2% of the memory",
+        ),
         (
             ("task.parallel.activation_checkpointing=full",),
             0,

@@ -1,9 +1,8 @@
-"""`activation_checkpointing=auto`: the level follows the memory, one that runs out included, and a run keeps it."""
+"""`activation_checkpointing=auto`: the level follows the memory, a run keeps it, and out of memory is one line."""
 
 from __future__ import annotations
 
 import json
-import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,17 +13,16 @@ import torch
 
 from tests.states import rewrite_state
 from tests.tiny_runs import TinyTraining
-from tests.training.distillations import everything
+from tests.training.ranks import run_ranks
 from tests.training.test_ranks import RANKS, ended
 from tests.training.test_resume import assert_same
 from vsa.errors import MemoryRanOut
 from vsa.models.recompute import LEVELS
 from vsa.training.estimate.gpus import GIB, GPUS
-from vsa.training.estimate.run import estimate_of
+from vsa.training.estimate.run import MARGIN, estimate_of
 from vsa.training.gradients import GradientClipper
-from vsa.training.recomputation import Recomputation
+from vsa.training.parallel import ParallelPlan
 from vsa.training.run_state import LEVEL
-from vsa.training.watch import LOST_STATUS
 
 DEEP = "model.num_layers=6"
 """So many that every level needs less than the one before it."""
@@ -39,19 +37,18 @@ def explicit(level: str) -> str:
 
 def here(monkeypatch: pytest.MonkeyPatch, memory: float) -> None:
     """Lets a CPU be an H200 of that many bytes to those who ask for its memory."""
-    for place in ("train", "callbacks.announcement", "callbacks.out_of_memory"):
+    for place in ("train", "callbacks.announcement"):
         monkeypatch.setattr(f"vsa.training.{place}.gpu_here", lambda device: replace(H200, memory=memory))
 
 
 class RunsOut(L.Callback):
-    """Passes with gradients run out of memory at some levels, once each or always.
+    """Passes with gradients run out of memory at some levels.
 
     Args:
         levels: at which they do.
         step: the first of such steps, from 0.
         micro_batch: of that step.
         backward: they do so in their backward.
-        always: at every pass of these levels from there on.
         network: whose pass.
         most: samples of a micro-batch that fit all the same.
     """
@@ -62,14 +59,11 @@ class RunsOut(L.Callback):
         step: int = 0,
         micro_batch: int = 0,
         backward: bool = False,
-        always: bool = False,
         network: str = "model",
         most: int = 0,
     ):
-        self.levels, self.step, self.micro_batch, self.backward = set(levels), step, micro_batch, backward
-        self.always, self.network, self.most = always, network, most
-        self.steps: list[int] = []
-        self._held = self._nothing = lambda: None
+        self.levels, self.step, self.micro_batch, self.backward = levels, step, micro_batch, backward
+        self.network, self.most = network, most
 
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
         self._module = pl_module
@@ -77,36 +71,25 @@ class RunsOut(L.Callback):
         network.blocks[-1].register_forward_hook(self._after)
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        # what the pass that was cut off has kept would lie beside what comes
-        assert self._held() is None
-        self._held = self._nothing
-        self.steps.append(batch.step)
         self._micro_batch = batch_idx % pl_module.accumulate
 
     def _after(self, block: Any, inputs: Any, output: torch.Tensor) -> None:
         due = (self._module.global_step, self._micro_batch) >= (self.step, self.micro_batch)
-        if not (due and output.requires_grad and self._level in self.levels and len(output) > self.most):
+        level = self._module.model.activation_checkpointing
+        if not (due and output.requires_grad and level in self.levels and len(output) > self.most):
             return
-        self._held = weakref.ref(output)
         if self.backward:
             output.register_hook(lambda gradient: self._raise())
         else:
             self._raise()
 
-    @property
-    def _level(self) -> str:
-        return self._module.model.activation_checkpointing
-
     def _raise(self) -> None:
-        if not self.always:
-            self.levels.discard(self._level)
         raise torch.OutOfMemoryError(REASON)
 
 
-def logged(training: TinyTraining, run: str = "default") -> list[dict[str, str]]:
-    """All metrics that are not of time."""
-    timings = ("throughput/step_seconds", "throughput/tokens_per_second", "throughput/tflops")
-    return [{k: v for k, v in row.items() if not k.startswith(timings)} for row in training.metrics(run).values()]
+def with_margin(memory: float) -> float:
+    """Memory of a GPU on which `auto` takes a level that needs `memory`."""
+    return (1 + 1e-9) * memory / (1 - MARGIN)
 
 
 def level_of(training: TinyTraining, run: str = "default") -> str:
@@ -139,21 +122,32 @@ def test_each_level_needs_less(needed):
 
 
 @pytest.mark.parametrize(
-    ("fitting", "less", "expected"),
-    [("none", 0, "none"), ("none", 1, "attention"), ("attention_mlp", 0, "attention_mlp"), ("full", 1, "full")],
+    ("fitting", "share", "expected"),
+    [
+        # with the margin, and a little less
+        ("none", 1 + 1e-9, "none"),
+        ("none", 1 - 1e-9, "attention"),
+        ("attention", 1 + 1e-9, "attention"),
+        ("attention_mlp", 1 + 1e-9, "attention_mlp"),
+        ("full", 1 + 1e-9, "full"),
+        # it fits, but does not leave the margin
+        ("full", 1 - MARGIN / 2, "full"),
+        ("full", 1 - 2 * MARGIN, "full"),
+    ],
 )
-def test_a_new_run_takes_the_least_recomputation_that_fits(
-    training, needed, monkeypatch, caplog, fitting, less, expected
+def test_a_new_run_takes_the_least_recomputation_that_leaves_the_margin(
+    training, needed, monkeypatch, caplog, fitting, share, expected
 ):
     caplog.set_level("INFO")
-    here(monkeypatch, needed[fitting] - less)
+    memory = share * needed[fitting] / (1 - MARGIN)
+    here(monkeypatch, memory)
     trainer = training(DEEP, "trainer.max_steps=1")
     assert trainer.lightning_module.model.activation_checkpointing == expected
     assert level_of(training) == expected
     line = next(text for text in caplog.messages if text.startswith("estimate: "))
     assert f"(activation_checkpointing={expected} by auto, 4 samples a micro-batch)" in line
     # a run that fits nowhere is told so
-    assert ("warning: by the estimate it needs" in caplog.text) == (needed["full"] > needed[fitting] - less)
+    assert ("warning: by the estimate it needs" in caplog.text) == (needed["full"] > memory)
     (start,) = json.loads((training.folder() / "run.json").read_text())["starts"]
     assert start["environment"][LEVEL] == expected
 
@@ -170,11 +164,13 @@ def test_a_level_that_is_set_and_a_cpu_have_no_choice(training, needed, monkeypa
 
 
 def test_plans_and_dry_runs_choose_too(training, needed, monkeypatch, capsys, command_line):
-    here(monkeypatch, needed["attention"])
+    here(monkeypatch, with_margin(needed["attention"]))
     training(DEEP, "dry_run=true")
     output = capsys.readouterr().out
     assert "activation_checkpointing=attention by auto" in output
-    assert "activation_checkpointing=auto takes attention: the least recomputation that fits" in output
+    assert (
+        "activation_checkpointing=auto takes attention: the least recomputation that fits and leaves 2% of the memory"
+    ) in output
     # 64 samples of dit_60m, by the memory that is given
     plan = ("plan", "model=dit_60m", "model.text_dim=64", "trainer.devices=1", "--grid", "8", "16", "16")
     levels = []
@@ -189,68 +185,46 @@ def test_plans_and_dry_runs_choose_too(training, needed, monkeypatch, capsys, co
 
 
 @pytest.mark.parametrize(
-    ("settings", "where", "steps"),
+    ("settings", "where", "step"),
     [
-        ((), {}, [0, 0, 1, 2, 3]),
+        ((), {}, 1),
         # in the second micro-batch of a later step, whose gradients and losses are half there
-        (
-            # what counts micro-batches, validations among it, must not count those that were lost
-            ("trainer.accumulate_grad_batches=2", "trainer.log_every_n_steps=4", "trainer.val_check_interval=4"),
-            {"step": 2, "micro_batch": 1, "backward": True},
-            [0, 0, 1, 1, 2, 2, 2, 2, 3, 3],
-        ),
+        (("trainer.accumulate_grad_batches=2",), {"step": 3, "micro_batch": 1, "backward": True}, 4),
     ],
     ids=["first", "later"],
 )
-def test_the_step_is_made_again_with_more_recomputation(training, caplog, settings, where, steps):
-    caplog.set_level("INFO")
-    training(*settings, "run=straight", explicit("attention"))
-    fault = RunsOut("none", **where)
-    training(*settings, callbacks=(fault,))
-    # the control: the run was hit, and read the same data again
-    assert fault.steps == steps
-    assert fault.levels == set()
-    assert_same(training.tensors(), training.tensors("straight"))
-    assert logged(training) == logged(training, "straight")
-    step = where.get("step", 0) + 1
-    assert (
-        f"out of memory in step {step} with task.parallel.activation_checkpointing=none (CUDA out of memory. Tried to "
-        "allocate 2.00 GiB): the step is made again with attention"
-    ) in caplog.messages
-    assert "finished at step 4 of 4: 4 steps in" in caplog.text
-    # the level is of the run from now on, also where nothing makes it necessary
-    assert level_of(training) == "attention"
-    (start,) = json.loads((training.folder() / "run.json").read_text())["starts"]
-    assert start["environment"][LEVEL] == "attention"
-    training(*settings, "trainer.max_steps=5", "ckpt_path=last")
-    assert level_of(training) == "attention"
-
-
-def test_it_goes_up_to_full_and_then_ends_with_a_setting_that_fits(training, monkeypatch):
-    fault = RunsOut(*LEVELS, always=True, most=2)
-    for memory in (None, 80 * GIB):
-        if memory is not None:
-            here(monkeypatch, memory)
-        with pytest.raises(MemoryRanOut) as error:
-            training(callbacks=(fault,))
-        line = str(error.value)
-        assert "\n" not in line
-        assert line.startswith("out of memory in step 1 with task.parallel.activation_checkpointing=full (CUDA out of")
-        setting = next(word for word in line.split() if word.startswith("trainer.accumulate_grad_batches="))
-        assert not training.folder().exists()
-    trainer = training(setting, callbacks=(fault,))
-    assert trainer.global_step == 4
-
-
-def test_a_level_that_is_set_is_not_changed(training):
+@pytest.mark.parametrize("setting", ["auto", "none"])
+def test_one_line_names_the_next_level_and_nothing_is_lost(training, settings, where, step, setting):
+    settings = (*settings, "callbacks.checkpoint.every_n_steps=2")
     with pytest.raises(MemoryRanOut) as error:
-        training(explicit("attention"), callbacks=(RunsOut("attention"),))
+        training(*settings, explicit(setting), callbacks=(RunsOut("none", **where),))
+    saved = f"; ckpt_path=last goes on from {training.folder()}/checkpoints/step-00000002" if step > 1 else ""
     assert str(error.value) == (
-        "out of memory in step 1 with task.parallel.activation_checkpointing=attention (CUDA out of memory. Tried to "
-        "allocate 2.00 GiB): task.parallel.activation_checkpointing=attention_mlp keeps less, and auto takes a level "
-        "that fits"
+        f"out of memory in step {step} with task.parallel.activation_checkpointing=none (CUDA out of memory. Tried to "
+        f"allocate 2.00 GiB): set task.parallel.activation_checkpointing=attention, which keeps less{saved}"
     )
+    # an error in the first step leaves no run behind
+    assert training.folder().exists() == bool(saved)
+    again = ("ckpt_path=last",) if saved else ()
+    training(*settings, explicit("attention"), *again, callbacks=(RunsOut("none", **where),))
+    assert level_of(training) == "attention"
+    training(*settings, explicit("attention"), "run=straight")
+    assert_same(training.tensors(), training.tensors("straight"))
+
+
+def test_beyond_full_the_line_names_smaller_micro_batches(training):
+    fault = RunsOut(*LEVELS, most=2)
+    with pytest.raises(MemoryRanOut) as error:
+        training(explicit("full"), callbacks=(fault,))
+    line = str(error.value)
+    assert "\n" not in line
+    assert line.startswith("out of memory in step 1 with task.parallel.activation_checkpointing=full (CUDA out of")
+    setting = next(word for word in line.split() if word.startswith("trainer.accumulate_grad_batches="))
     assert not training.folder().exists()
+    trainer = training(setting, explicit("full"), callbacks=(fault,))
+    assert trainer.global_step == 4
+    with pytest.raises(MemoryRanOut, match="a micro-batch is one sample already"):
+        training(explicit("full"), "data.batch_size=1", "run=single", callbacks=(RunsOut("full"),))
 
 
 def test_an_update_that_does_not_fit_is_no_matter_of_levels(training, monkeypatch):
@@ -266,21 +240,23 @@ def test_other_errors_stay_what_they_are(training, monkeypatch):
     def fails(self: Any) -> None:
         raise RuntimeError("a defect")
 
+    class AfterTheStep(L.Callback):
+        def on_train_batch_end(self, *args: Any) -> None:
+            raise torch.OutOfMemoryError(REASON)
+
+    # no level keeps less of what is outside of steps
+    with pytest.raises(torch.OutOfMemoryError):
+        training(callbacks=(AfterTheStep(),))
     monkeypatch.setattr(RunsOut, "_raise", fails)
     with pytest.raises(RuntimeError, match="a defect"):
-        training(callbacks=(RunsOut("none"),))
+        training("run=other", callbacks=(RunsOut("none"),))
 
 
 @pytest.mark.slow
-def test_a_distillation_makes_an_iteration_again_before_its_first_update(distill, training):
-    few = ("trainer.max_steps=2",)
-    distill(*few, "run=straight", explicit("attention"))
-    distill(*few, callbacks=(RunsOut("none", backward=True),))
-    assert level_of(training) == "attention"
-    assert_same(everything(training.last()), everything(training.last("straight")))
-    # the generator of the first iteration has moved by then
-    with pytest.raises(MemoryRanOut, match=r"an update has begun: set task.*=attention, which keeps less"):
-        distill(*few, "run=critic", callbacks=(RunsOut("none", network="fake_score", backward=True),))
+@pytest.mark.parametrize("network", ["model", "fake_score"])
+def test_a_distillation_names_the_next_level(distill, network):
+    with pytest.raises(MemoryRanOut, match=r"out of memory in step 1 with .*: set task.*=attention, which keeps less"):
+        distill("trainer.max_steps=2", callbacks=(RunsOut("none", network=network, backward=True),))
 
 
 # kept
@@ -288,7 +264,7 @@ def test_a_distillation_makes_an_iteration_again_before_its_first_update(distill
 
 def test_a_resumed_run_keeps_its_level(training, needed, monkeypatch):
     two, four = (DEEP, "trainer.max_steps=2"), (DEEP, "trainer.max_steps=4")
-    here(monkeypatch, needed["attention"])
+    here(monkeypatch, with_margin(needed["attention"]))
     training(*two)
     assert level_of(training) == "attention"
     for memory in (needed["full"], 2 * needed["none"]):
@@ -326,24 +302,35 @@ def test_checkpoints_that_do_not_say_their_level_have_that_of_their_settings(tra
         training("trainer.max_steps=4", f"run={run}", "ckpt_path=last")
         assert level_of(training, run) == level
     # a damaged word is none
-    checkpoint = training.last()
-    assert Recomputation("auto", replace(checkpoint, state={**checkpoint.state, LEVEL: "most"})).level == "none"
+    assert ParallelPlan().resumed({**training.last().state, LEVEL: "most"}).level == "none"
 
 
 # several ranks
 
 
 @pytest.mark.slow
-def test_with_several_ranks_one_line_names_the_level(training, tmp_path: Path):
+def test_the_line_is_that_of_every_rank(training, tmp_path: Path):
     def on_rank(rank: int) -> None:
         training(*RANKS, callbacks=(RunsOut("none", step=2),) if rank == 1 else ())
 
     status, err = ended(2, on_rank, tmp_path)
     # the other one waits in a collective by then
-    assert status == [LOST_STATUS, 1]
-    (line,) = [line for line in err[0].splitlines() if line.startswith("error: ")]
-    assert line == (
-        "error: out of memory in step 3 with task.parallel.activation_checkpointing=none (CUDA out of memory. Tried to "
-        "allocate 2.00 GiB), and with FSDP a step is not made again: set "
-        "task.parallel.activation_checkpointing=attention, which keeps less"
+    assert status == [1, 1]
+    line = (
+        "out of memory in step 3 with task.parallel.activation_checkpointing=none (CUDA out of memory. Tried to "
+        "allocate 2.00 GiB): set task.parallel.activation_checkpointing=attention, which keeps less; ckpt_path=last "
+        f"goes on from {training.last().path}"
     )
+    assert [text for text in err[0].splitlines() if text.startswith("error: ")] == [f"error: {line}"]
+    assert err[1].splitlines()[-1] == f"vsa.errors.MemoryRanOut: {line}"
+
+
+@pytest.mark.slow
+def test_ranks_take_the_level_of_the_smallest_gpu(training, needed, monkeypatch, tmp_path: Path):
+    def on_rank(rank: int) -> str:
+        # alone, the first one would keep everything
+        here(monkeypatch, (2.0, 0.5)[rank] * needed["none"])
+        trainer = training(DEEP, *RANKS, "trainer.max_steps=1")
+        return trainer.lightning_module.model.activation_checkpointing
+
+    assert run_ranks(2, on_rank) == ["full", "full"]

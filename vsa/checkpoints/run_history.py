@@ -34,14 +34,6 @@ def note_start(folder: Path, *, step: int, environment: Mapping[str, Any]) -> li
     return [f"{name} {before.get(name)} -> {value}" for name, value in now.items() if value != before.get(name)]
 
 
-def note_environment(folder: Path, facts: Mapping[str, Any]) -> None:
-    """Say what has changed about the environment of the last start."""
-    manifest = read_manifest(folder)
-    *before, last = manifest[STARTS]
-    now = {**last, "environment": {**last["environment"], **facts}}
-    _write(folder, {**manifest, STARTS: [*before, now]})
-
-
 def note_end(folder: Path, *, how: str, reason: str, step: int) -> None:
     """Record the end of the last start; a killed process leaves no record.
 

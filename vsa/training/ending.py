@@ -28,6 +28,7 @@ from vsa.training.deadline import DEADLINE
 from vsa.training.display import never_fatal
 from vsa.training.lightning_compat import fit_without_steps, keep_signals, tear_down_unread_data
 from vsa.training.modules.base import DiffusionModule
+from vsa.training.out_of_memory import told_out_of_memory
 from vsa.training.parallel import ShardedDataParallel
 from vsa.training.run_state import RunStatus
 from vsa.training.summary import closing_lines
@@ -87,6 +88,7 @@ def fit(trainer: L.Trainer, module: DiffusionModule, datamodule: Any, run_dir: P
 
     Raises:
         FloatingPointError: the gradients of no step were finite.
+        MemoryRanOut: a step did not fit into memory.
         SystemExit: a signal or the scheduler's deadline ended the run; rank 0 has status 128 + the signal's number, or
             `DEADLINE_STATUS`.
     """
@@ -130,7 +132,8 @@ def fit(trainer: L.Trainer, module: DiffusionModule, datamodule: Any, run_dir: P
             owner.callbacks.append(Steps(watch))
             if module.resume is not None and module.resume.step == trainer.max_steps:
                 fit_without_steps(trainer)
-            trainer.fit(module, datamodule=datamodule)
+            with told_out_of_memory(module):
+                trainer.fit(module, datamodule=datamodule)
         number = module.status.received
         if number in (None, DEADLINE):
             for clipper in module.clippers.values():

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import threading
-from collections.abc import Callable
-from functools import partial
 from typing import Any, NoReturn
 
 import lightning as L
@@ -41,18 +39,6 @@ def restart_data(trainer: L.Trainer) -> None:
 def set_accumulation(trainer: L.Trainer, micro_batches: int) -> None:
     """Set the micro-batches per step, which the constructor refuses for a module with manual optimization."""
     trainer.accumulate_grad_batches = micro_batches
-
-
-def around_micro_batches(trainer: L.Trainer, around: Callable[[Callable[[], Any]], Any]) -> None:
-    """Let `around` call what trains on a micro-batch: forward, backward and, with the last one of a step, the update.
-
-    It may raise StopIteration, which ends the pass over the data; inside a module that steps its own optimizers nothing
-    can, as the loop there swallows it.
-    """
-    loop: Any = trainer.fit_loop.epoch_loop
-    for inner in (loop.automatic_optimization, loop.manual_optimization):
-        run = inner.run
-        inner.run = lambda *args, run=run: around(partial(run, *args))
 
 
 def validate_before_stopping(trainer: L.Trainer) -> None:

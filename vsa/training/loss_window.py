@@ -48,11 +48,6 @@ class LossWindow:
         self._micro_batches.append({name: loss.detach() for name, loss in losses.items()})
         self._samples.append((mse.detach(), sigmas))
 
-    def drop_step(self) -> None:
-        """Forget the micro-batches added since the last step ended: their step is made again."""
-        self._samples = self._samples[: len(self._samples) - len(self._micro_batches)]
-        self._micro_batches.clear()
-
     def end_step(self) -> None:
         """Combine the micro-batches added since the last call into one optimizer step."""
         names = list(self._micro_batches[0])

@@ -32,7 +32,8 @@ class Beat:
         signal: signal that the rank received; 0: none.
         left: how the rank left the run.
         verdict: reason for which the rank ends the run.
-        culprit: the lost rank in that case.
+        status: exit status of all ranks in that case.
+        culprit: the lost rank, if one is lost.
     """
 
     count: int = 0
@@ -45,6 +46,7 @@ class Beat:
     signal: int = 0
     left: Literal["", "done", "stopped", "failed"] = ""
     verdict: str = ""
+    status: int = 0
     culprit: int | None = None
 
 

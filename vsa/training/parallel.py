@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -17,15 +17,17 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from vsa.errors import MemoryRanOut, is_out_of_memory, too_large
+from vsa.errors import is_out_of_memory, too_large
 from vsa.models.compute_dtype import compute_in
 from vsa.models.init import without_memory
-from vsa.models.recompute import Level
+from vsa.models.recompute import LEVELS, Level
 from vsa.models.sharding import local, place
 from vsa.models.video_dit import VideoDiT
 from vsa.settings import AtLeastOne, Positive, checked
 from vsa.training.hosts import connect_hosts
 from vsa.training.lightning_compat import MeshStrategy, stop_watching
+from vsa.training.out_of_memory import out_of_memory_line
+from vsa.training.run_state import LEVEL
 from vsa.training.watch import Timeouts, Watch
 
 aten = torch.ops.aten
@@ -39,8 +41,7 @@ class ParallelPlan:
         activation_checkpointing: parts of each block that the backward pass recomputes to save memory: none, attention
             (norms and linear layers around the attentions, not the attentions themselves), attention_mlp (also the
             feed-forward layer), or full. auto: the least recomputation that fits into the memory of the GPU by the
-            estimate of `vsa plan`, one level more if memory runs out nevertheless; a resumed run keeps the level of
-            its checkpoint.
+            estimate of `vsa plan`, with a margin; a resumed run keeps the level of its checkpoint.
         compile: `torch.compile` each block.
         compute_dtype: dtype to which the fp32 parameters are rounded for use; auto: bfloat16 on CUDA, float32
             elsewhere.
@@ -54,6 +55,17 @@ class ParallelPlan:
     def level(self) -> Level:
         """Of activation checkpointing; of auto none, until one is chosen."""
         return "none" if self.activation_checkpointing == "auto" else self.activation_checkpointing
+
+    def at(self, level: Level) -> ParallelPlan:
+        """The plan with a level in place of `auto`; a level that is set stays."""
+        return replace(self, activation_checkpointing=level) if self.activation_checkpointing == "auto" else self
+
+    def resumed(self, state: Mapping[str, Any]) -> ParallelPlan:
+        """Under `auto`, the plan with the level of a checkpoint, so that the run stays the same bit for bit."""
+        # a checkpoint that does not say its level is older than `auto`, and none was the default then
+        settings = state.get("config", {}).get("task", {}).get("parallel") or {}
+        level = state.get(LEVEL, settings.get("activation_checkpointing", "none"))
+        return self.at(level) if level in LEVELS else self
 
     def rounds_to(self, device_type: str) -> torch.dtype | None:
         """The dtype to which parameters are rounded on a device type; None: no rounding."""
@@ -278,8 +290,8 @@ class ShardedDataParallel(MeshStrategy):
 
     def on_exception(self, exception: BaseException) -> None:
         if self.watch is not None:
-            if isinstance(exception, MemoryRanOut):
-                self.watch.fails(str(exception))
+            if (line := out_of_memory_line(self.lightning_module, exception)) is not None:
+                self.watch.fails(line)
             self.watch.settle(exception)
             self.watch.dismiss()
         super().on_exception(exception)

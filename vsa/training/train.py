@@ -34,7 +34,6 @@ from vsa.training.callbacks.checkpoint import Checkpointing
 from vsa.training.callbacks.last_lines import LastLines
 from vsa.training.callbacks.missed_validation import MissedValidation
 from vsa.training.callbacks.opening import Opening
-from vsa.training.callbacks.out_of_memory import OutOfMemory
 from vsa.training.callbacks.start_times import StartTimes
 from vsa.training.config_changes import changed_settings, listed, refuse_changes, refuse_unknown_keys
 from vsa.training.deadline import deadline_of
@@ -43,6 +42,7 @@ from vsa.training.estimate.gpus import gpu_here
 from vsa.training.estimate.run import estimate_of, full_lines, with_dense_attention
 from vsa.training.model_sizes import fill_model
 from vsa.training.modules.base import JobSize
+from vsa.training.out_of_memory import told_out_of_memory
 from vsa.training.parallel import choose_strategy
 from vsa.training.run_state import REPLAY, RunStart
 from vsa.training.typed import NOTHING, Typed
@@ -325,7 +325,8 @@ def _step_seconds(cfg: DictConfig, step: int) -> float:
     datamodule = build(trial.data)
     module.check_weights(datamodule)
     # at the level of activation checkpointing that the run will have
-    _trainer(trial, module, [timer, Announcement(trial), OutOfMemory(trial)], []).fit(module, datamodule=datamodule)
+    with told_out_of_memory(module):
+        _trainer(trial, module, [timer, Announcement(trial)], []).fit(module, datamodule=datamodule)
     return timer.seconds
 
 
@@ -373,7 +374,7 @@ def _callbacks(cfg: DictConfig, folder: RunFolder, loggers: list[Any]) -> list[L
     """Callbacks by order: opening of the run, changes of its state (0), saving (1), display of the saved state (2)."""
     callbacks = _built(cfg, "callbacks")
     opening = Opening(folder, OmegaConf.to_yaml(OmegaConf.create(resolved(cfg))), loggers, overwrite=_overwrites(cfg))
-    callbacks += [BadSamples(str(cfg.run_dir)), Announcement(cfg), OutOfMemory(cfg), LastLines()]
+    callbacks += [BadSamples(str(cfg.run_dir)), Announcement(cfg), LastLines()]
     return [opening, *sorted(callbacks, key=lambda callback: getattr(callback, "order", 0)), MissedValidation()]
 
 

@@ -168,8 +168,8 @@ class Watch:
         self._stepped = self._stepped or stepped
 
     def fails(self, why: str) -> None:
-        """Let the other ranks end with this line: they wait in a collective for this one, which ends."""
-        self._own = replace(self._own, verdict=why)
+        """Let the other ranks end with this line and status 1: they wait in a collective for this one, which ends."""
+        self._own = replace(self._own, verdict=why, status=1)
         if self._meeting is not None:
             self._meeting.tell()
 
@@ -260,7 +260,7 @@ class Watch:
         limit = self._timeouts.step if self._stepped else self._timeouts.first
         for peer in self._seen.values():
             if peer.beat.verdict:
-                self._end(peer.beat.verdict, LOST_STATUS, culprit=peer.beat.culprit)
+                self._end(peer.beat.verdict, peer.beat.status, culprit=peer.beat.culprit)
         if self._received:
             # the other ranks end as well, in any order
             return
@@ -316,12 +316,12 @@ class Watch:
             with suppress(OSError), open(self._run_dir / f"stacks-rank-{rank}.txt", "w") as file:
                 faulthandler.dump_traceback(file, all_threads=True)
             if error:
-                self._own = replace(self._own, verdict=line, culprit=culprit)
+                self._own = replace(self._own, verdict=line, status=status, culprit=culprit)
                 self._meeting.tell()
                 # time for the other ranks to write their stacks
                 time.sleep(2 * self._interval + 0.5)
                 others = {r for r, peer in self._seen.items() if peer.lost_since is None and not peer.beat.left}
-                if min({rank, *others} - {culprit}, default=rank) != rank:
+                if status == LOST_STATUS and min({rank, *others} - {culprit}, default=rank) != rank:
                     line = ""
         for child in self._children:
             # kill also ends a stopped process

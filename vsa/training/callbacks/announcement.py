@@ -58,6 +58,6 @@ class Announcement(L.Callback):
         gpu = replace(gpu, memory=float(trainer.strategy.reduce(memory, reduce_op="min")))
         with never_fatal("the estimate of memory and time"):
             estimate = estimate_of(self._cfg, pl_module, datamodule, gpu, ranks=trainer.world_size)
-            pl_module.recomputation.choose(estimate.largest.level)
-            for line in short_lines(estimate.at(pl_module.recomputation.level)):
+            pl_module.parallel = pl_module.parallel.at(estimate.largest.level)
+            for line in short_lines(estimate.at(pl_module.parallel.level)):
                 rank_zero_info(line)

@@ -62,9 +62,8 @@ class NanDump(L.Callback):
     ) -> None:
         step = trainer.global_step
         if batch_idx % pl_module.accumulate == 0:
-            if step not in self._batches:
-                # this hook comes before that of the module, which clears the losses; a step that is made again has none
-                self._losses_before = list(pl_module.step_losses)
+            # this hook comes before that of the module, which clears the losses
+            self._losses_before = list(pl_module.step_losses)
             self._batches = {step - 1: self._batches.get(step - 1, []), step: []}
         if self._left > 0:
             # a replay draws the noise, which would stay page-locked until the step ends

@@ -7,10 +7,10 @@ from typing import Any
 import lightning as L
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from vsa.checkpoints.run_folder import MANIFEST, RunFolder
-from vsa.checkpoints.run_history import note_environment, note_start
+from vsa.checkpoints.run_folder import RunFolder
+from vsa.checkpoints.run_history import note_start
 from vsa.machine import environment
-from vsa.training.display import never_fatal, tolerate
+from vsa.training.display import tolerate
 from vsa.training.lightning_compat import attach_loggers
 from vsa.training.metrics_csv import MetricsCSV
 from vsa.training.modules.base import DiffusionModule
@@ -41,8 +41,8 @@ class Opening(L.Callback):
             aside = self._folder.open(self._config, overwrite=self._overwrite, resume=resume)
             if aside is not None:
                 rank_zero_info(f"continuing from {resume}: the later checkpoints were moved to {aside}")
-            self._level = pl_module.recomputation.level
-            here = {**environment(pl_module.device), "processes": trainer.world_size, LEVEL: self._level}
+            level = pl_module.parallel.level
+            here = {**environment(pl_module.device), "processes": trainer.world_size, LEVEL: level}
             if changes := note_start(self._folder.path, step=trainer.global_step, environment=here):
                 rank_zero_info(
                     f"since the last start: {', '.join(changes)}; numbers may differ from those of one start"
@@ -64,7 +64,3 @@ class Opening(L.Callback):
     ) -> None:
         if trainer.global_step > self._first:
             self._folder.keep()
-        if trainer.is_global_zero and pl_module.recomputation.level != self._level:
-            self._level = pl_module.recomputation.level
-            with never_fatal(f"the level in {self._folder.path / MANIFEST}"):
-                note_environment(self._folder.path, {LEVEL: self._level})

@@ -16,6 +16,9 @@ from vsa.training.estimate.gpus import GIB, MEASURED_BY, Gpu
 from vsa.training.estimate.job import Job, copies_of, layout_of, row_of
 from vsa.training.estimate.predict import fitting, step_seconds, total_memory, whole_memory
 
+MARGIN = 0.02
+"""Fraction of a GPU's memory that `auto` leaves free: the largest error of a measured run's estimate."""
+
 POINTS = 16
 """Number of steps of a run at which the time of a step is estimated if its sparsity changes."""
 
@@ -97,11 +100,9 @@ class Estimate:
 
     @property
     def least_level(self) -> Level:
-        """The least recomputation that fits, full where none does."""
-        for level in LEVELS:
-            if self.at(level).fits:
-                return level
-        return "full"
+        """The least recomputation that fits and leaves the margin, full where none does."""
+        usable = self.gpu.memory * (1 - MARGIN)
+        return next((level for level in LEVELS if self.at(level).needed <= usable), LEVELS[-1])
 
     @property
     def last(self) -> list[tuple[float, Job]]:
@@ -277,11 +278,12 @@ def _levels(estimate: Estimate) -> list[str]:
         if timed:
             line += f"  {sum(estimate.seconds(change=partial(_at_level, level)).values()) * 1e3:13.1f}"
         lines.append(line)
-    best = next((level for level in LEVELS if most[level] >= job.batch), None)
-    take = (
-        f"activation_checkpointing=auto takes {best}" if estimate.automatic else f"take activation_checkpointing={best}"
-    )
-    return lines + ([f"{take}: the least recomputation that fits"] if best else [])
+    if estimate.automatic and estimate.fits:
+        chosen = f"activation_checkpointing=auto takes {job.level}"
+        lines.append(f"{chosen}: the least recomputation that fits and leaves {MARGIN:.0%} of the memory")
+    elif best := next((level for level in LEVELS if most[level] >= job.batch), None):
+        lines.append(f"take activation_checkpointing={best}: the least recomputation that fits")
+    return lines
 
 
 def _at_level(level: Level, job: Job) -> Job:
@@ -331,6 +333,6 @@ def estimate_of(cfg: Any, module: Any, datamodule: Any, gpu: Gpu, *, ranks: int)
 
 
 def estimate_from(cfg: Any, jobs: Callable[[int], list[tuple[float, Job]]], gpu: Gpu) -> Estimate:
-    """The estimate of a run from what `jobs_of` gave; under `auto` at the least recomputation that fits."""
+    """The estimate of a run from what `jobs_of` gave; under `auto` at its level."""
     estimate = Estimate(gpu=gpu, jobs=jobs, steps=steps_of(cfg, jobs), automatic=_is_automatic(cfg))
     return estimate.at(estimate.least_level) if estimate.automatic else estimate

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -27,7 +26,6 @@ from vsa.errors import told_together
 from vsa.evaluation.figures import loss_curve
 from vsa.models.flops import FlopCount, weighted_flops
 from vsa.models.init import without_memory
-from vsa.models.recompute import Level
 from vsa.models.video_dit import VideoDiT
 from vsa.settings import Count, NonNegative, Seed, checked
 from vsa.training.estimate.job import TRAINING, PlannedNetwork
@@ -37,7 +35,6 @@ from vsa.training.log_lines import LogLines, Metrics
 from vsa.training.modules.teacher import Teacher
 from vsa.training.optimizer import AdamW
 from vsa.training.parallel import ParallelPlan, build_model, every_parameter
-from vsa.training.recomputation import Recomputation
 from vsa.training.run_state import (
     LEVEL,
     NEW_RUN,
@@ -142,10 +139,11 @@ class DiffusionModule(L.LightningModule):
         self._flops: dict[Any, FlopCount] = {}
         self._model_factory = model
         self._optim = optim
-        self._plan = parallel
-        self.recomputation = Recomputation(parallel.activation_checkpointing, start.resume)
-        # whether an update of the step in hand has begun
-        self.updating = False
+        self._parallel = parallel
+        # with the level that this run has; `auto` stays where it is not chosen
+        self.parallel = parallel if start.resume is None else parallel.resumed(start.resume.state)
+        # what of the current step is being made
+        self.phase: Literal["", "passes", "update"] = ""
 
     # setup
 
@@ -168,7 +166,7 @@ class DiffusionModule(L.LightningModule):
         self.resume = read_by_all(self.trainer, self.resume, newest=self._start.newest)
         if self.resume.path != chosen_path:
             rank_zero_info(f"resuming from {self.resume.path}")
-            self.recomputation.keep(self.resume)
+            self.parallel = self._parallel.resumed(self.resume.state)
             self._changes = list(self._start.changes_since(self.resume))
             data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
             # everything read from the replaced checkpoint is determined again
@@ -246,12 +244,7 @@ class DiffusionModule(L.LightningModule):
             initialise = every_parameter if self.init_from is None else _starts_fresh
             if self.resume is not None:
                 initialise = None
-            self.model = build_model(make, self.device_mesh, self._parallel, initialise=initialise)
-
-    @property
-    def _parallel(self) -> ParallelPlan:
-        """What is applied to networks, with the level that the run has by now."""
-        return replace(self._plan, activation_checkpointing=self.recomputation.level)
+            self.model = build_model(make, self.device_mesh, self.parallel, initialise=initialise)
 
     def planned_networks(self) -> tuple[PlannedNetwork, ...]:
         """The networks of a step on the meta device, the trained one first, with their number of passes."""
@@ -308,28 +301,6 @@ class DiffusionModule(L.LightningModule):
         load_tensors(parts_of(self.trainer), checkpoint)
         self.set_step(checkpoint.step)
 
-    @property
-    def trained_networks(self) -> Sequence[VideoDiT]:
-        """Those with a backward."""
-        return (self.model,)
-
-    def repeat_step(self, level: Level) -> None:
-        """Let the trainer make the step in hand again, at another level of activation checkpointing.
-
-        No update of it has begun, so weights, moments and counters are those that it began with. The next pass over
-        the data begins with its first micro-batch.
-        """
-        for optimizer in self.trainer.optimizers:
-            optimizer.zero_grad(set_to_none=True)
-        self.step_losses.clear()
-        self.recomputation.level = level
-        for network in self.trained_networks:
-            network.activation_checkpointing = level
-        data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
-        if data.start_step != self.global_step:
-            data.load_state_dict({**data.state_dict(), "step": self.global_step})
-        self.set_step(self.global_step)
-
     def set_step(self, step: int) -> None:
         """Set the trainer to continue after `step` optimizer steps."""
         set_step(self.trainer, step)
@@ -355,17 +326,21 @@ class DiffusionModule(L.LightningModule):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if batch_idx % self.accumulate == 0:
             self.step_losses.clear()
-        self.updating = False
+        self.phase = "passes"
         self._optim.set_lr(self.raw_optimizer, self.global_step)
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         # of the last step, which the device has ended while the host prepared this one
         self.write_log()
-        self.updating = True
+        self.phase = "update"
         norms = self.clipper(optimizer, self.global_step)
         if self.logs_this_step(self.global_step + 1):
             self.log_step({f"grad_norm/{name}": norm for name, norm in norms.items()}, self.global_step + 1)
             self.log_step(lambda: {"skipped_steps": self.clipper.skipped_total}, self.global_step + 1)
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        super().optimizer_step(*args, **kwargs)
+        self.phase = ""
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         # what follows the last step shows its metrics
@@ -479,7 +454,7 @@ class DiffusionModule(L.LightningModule):
             "seed": self.seed,
             "config": self._config,
             "allowed_changes": self._changes,
-            LEVEL: self.recomputation.level,
+            LEVEL: self.parallel.level,
             "latent_mean": self.statistics.mean.tolist(),
             "latent_std": self.statistics.std.tolist(),
         }

@@ -6,7 +6,7 @@ B samples of a micro-batch, C T H W latent dims.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,6 @@ from vsa.diffusion.latent_statistics import LatentStatistics
 from vsa.evaluation.figures import health_curves
 from vsa.models.flops import FlopCount, weighted_flops
 from vsa.models.init import without_memory
-from vsa.models.recompute import Level
 from vsa.models.video_dit import VideoDiT
 from vsa.objectives.distribution_matching import DistributionMatching, NegativeText, Networks, ScoredRollout
 from vsa.objectives.flow_matching import VALIDATION_SEED
@@ -192,8 +191,8 @@ class DistillModule(DiffusionModule):
         if self.model is not None:
             return
         super().configure_model()
-        self.fake_score.build(self.device_mesh, self._parallel, seed=self.seed)
-        self.teacher.build(self.device_mesh, self._parallel)
+        self.fake_score.build(self.device_mesh, self.parallel, seed=self.seed)
+        self.teacher.build(self.device_mesh, self.parallel)
         refuse_shared_parameters(
             {"generator": self.model, "fake_score": self.fake_score.network, "real_score": self.teacher.network}
         )
@@ -233,16 +232,6 @@ class DistillModule(DiffusionModule):
             self._negative = NegativeText.of(data, self.negative_prompt or "").to(self.device)
         self._window = IterationMetrics(self.device)
 
-    @property
-    def trained_networks(self) -> Sequence[VideoDiT]:
-        return (self.model, self.fake_score.network)
-
-    def repeat_step(self, level: Level) -> None:
-        super().repeat_step(level)
-        self._batches.clear()
-        # means over micro-batches cannot be taken back: the next log line has the iterations from this one on
-        self._window = IterationMetrics(self.device)
-
     def set_step(self, step: int) -> None:
         super().set_step(step)
         set_manual_step(self.trainer, step)
@@ -274,7 +263,7 @@ class DistillModule(DiffusionModule):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if batch_idx % self.accumulate == 0:
             self.step_losses.clear()
-        self.updating = False
+        self.phase = "passes"
         generator, critic = self.trainer.optimizers
         self._optim.set_lr(generator, self.model_steps)
         self.fake_score.recipe.set_lr(critic, self.global_step)
@@ -293,7 +282,6 @@ class DistillModule(DiffusionModule):
         if self.cycle.is_generators_turn(iteration):
             for scored in self._scored(self.objective.generator_update, self._negative):
                 self._window.add_generator(scored)
-            self.updating = True
             self._window.add_norms(self.clipper(generator, iteration))
             self.clipper.step(generator)
             self._generator_moved = not self.clipper.skipped
@@ -305,10 +293,10 @@ class DistillModule(DiffusionModule):
             if scored.index == len(self.objective.timesteps) - 1:
                 spread.add(scored.x0)
                 self._window.spread.add(scored.x0)
-        self.updating = True
         self._window.add_norms(self.fake_score.clipper(critic, iteration), "fake_score/")
         self.fake_score.clipper.step(critic)
         self._batches.clear()
+        self.phase = ""
         set_manual_step(trainer, iteration + 1)
         # logged here and not in on_train_batch_end, since the checkpoint is written before
         judged = spread.spread(trainer.strategy)

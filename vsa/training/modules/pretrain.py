@@ -18,7 +18,6 @@ from vsa.checkpoints.run_checkpoint import Checkpoint
 from vsa.data.batch import VideoBatch
 from vsa.diffusion import flow_matching as fm
 from vsa.diffusion.decile_means import DecileMeans
-from vsa.models.recompute import Level
 from vsa.objectives.flow_matching import VALIDATION_SEED, FlowMatchingLoss, LossTerms
 from vsa.settings import checked
 from vsa.training.display import never_fatal
@@ -90,10 +89,6 @@ class PretrainModule(DiffusionModule):
         # drop the losses of undone steps
         self._window = LossWindow(self.device)
         super().go_back(checkpoint)
-
-    def repeat_step(self, level: Level) -> None:
-        self._window.drop_step()
-        super().repeat_step(level)
 
     def loss_terms(self, batch: VideoBatch, latents: Tensor, topk: Topk) -> LossTerms:
         """Terms of the training loss of a micro-batch with normalised latents `[B, C, T, H, W]`."""

@@ -1,0 +1,54 @@
+"""The line with which a run ends when a training step does not fit into memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from vsa.errors import MemoryRanOut, is_out_of_memory, memory_reason
+from vsa.models.recompute import LEVELS
+
+SETTING = "task.parallel.activation_checkpointing"
+
+
+@contextmanager
+def told_out_of_memory(module: Any) -> Iterator[None]:
+    """Turn an out-of-memory error of a training step into `MemoryRanOut` with what to set.
+
+    Args:
+        module: training module whose steps are made in the context.
+    """
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        line = out_of_memory_line(module, error)
+        if line is None:
+            raise
+        raise MemoryRanOut(line) from error
+
+
+def out_of_memory_line(module: Any, error: BaseException) -> str | None:
+    """What to set after an error of a training step; None if memory did not run out, or not in a step."""
+    if not is_out_of_memory(error) or not module.phase:
+        return None
+    reason, step, level = memory_reason(error), module.global_step + 1, module.parallel.level
+    saved = module.status.saved
+    resume = "" if saved is None else f"; ckpt_path=last goes on from {saved}"
+    if module.phase == "update":
+        return (
+            f"out of memory in the optimizer's update of step {step} ({reason}): gradients and moments do not fit "
+            "beside the weights, and no level of activation checkpointing changes that; with trainer=fsdp several "
+            f"GPUs share them{resume}"
+        )
+    higher_levels = LEVELS[LEVELS.index(level) + 1 :]
+    remedy = f"set {SETTING}={higher_levels[0]}, which keeps less" if higher_levels else _smaller_micro_batch(module)
+    return f"out of memory in step {step} with {SETTING}={level} ({reason}): {remedy}{resume}"
+
+
+def _smaller_micro_batch(module: Any) -> str:
+    size, ranks = module.trainer.datamodule.batch_size, module.trainer.world_size
+    for micro_batches in range(module.accumulate + 1, size + 1):
+        if size % (micro_batches * ranks) == 0:
+            return f"trainer.accumulate_grad_batches={micro_batches} takes less"
+    return "a micro-batch is one sample already, expected a smaller model or more memory"
