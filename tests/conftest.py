@@ -1,13 +1,9 @@
-"""What every test shares: configs compose as `vsa train` composes them."""
+"""What every test shares: an environment without settings of the terminal, and signals that arrive."""
 
 from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
-from importlib.util import find_spec
-
-import pytest
 
 pytest_plugins = ["tests.soak.plugin"]
 
@@ -19,16 +15,3 @@ for name in ("COLUMNS", "LINES", "GITHUB_ACTIONS", "FORCE_COLOR", "PY_COLORS", "
 for number in (signal.SIGHUP, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM):
     if signal.getsignal(number) == signal.SIG_IGN:
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def options_need_no_plus() -> Iterator[None]:
-    """An override may name an option that no config file holds, because its default stands in Python."""
-    if find_spec("hydra") is None:
-        # tests of kernels run where there is only torch
-        yield
-        return
-    from vsa.training.hydra_guard import checked_hydra
-
-    with checked_hydra():
-        yield

@@ -17,7 +17,6 @@ import lightning as L
 import omegaconf.base
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
@@ -28,7 +27,7 @@ from vsa.checkpoints.run_checkpoint import Checkpoint, resolve_checkpoint, write
 from vsa.config import build, model_factory
 from vsa.evaluation.figures import health_curves, loss_curve
 from vsa.reports.run_page import write_run_page
-from vsa.training import ending
+from vsa.training import ending, hydra_guard
 from vsa.training.modules import base, distill
 
 ROOT = Path(__file__).parents[1]
@@ -189,8 +188,7 @@ NO_GROUPS = (
 @functools.cache
 def composed(overrides: tuple[str, ...]) -> DictConfig:
     """A composition takes as long as some steps, so it is made once; values are set in a copy."""
-    with initialize_config_dir(version_base="1.3", config_dir=str(CONFIGS)):
-        return compose("train", overrides=[*overrides])
+    return hydra_guard.composed(*overrides)
 
 
 class TinyTraining:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from hydra import compose, initialize_config_dir
 
 from scripts.soak import tiny
 from scripts.soak.hostile import FILES, KEYS, PACKAGE, TARGETS, arm, grammar, hydra_nodes
@@ -20,7 +19,7 @@ from scripts.soak.refusals import contents, drawn, refusal_failure
 from scripts.soak.rows import Attempts, Row
 from vsa.checkpoints.run_checkpoint import read_checkpoint, resolve_checkpoint, write_checkpoint
 from vsa.config import check_settings, check_targets
-from vsa.training.hydra_guard import checked_hydra
+from vsa.training.hydra_guard import composed
 
 CONFIGS = tiny.ROOT / "configs"
 
@@ -245,8 +244,7 @@ def shipped(folder: Path, tries: int, seed: int) -> Attempts:
     names = sorted(path.stem for path in (CONFIGS / "experiment").glob("*.yaml"))
     for name in drawn(names, tries, seed):
         try:
-            with checked_hydra(), initialize_config_dir(version_base="1.3", config_dir=str(CONFIGS)):
-                cfg = compose("train", overrides=[f"experiment={name}"])
+            cfg = composed(f"experiment={name}")
             check_targets(cfg)
             check_settings(cfg)
             failure = None

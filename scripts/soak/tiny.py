@@ -24,7 +24,6 @@ from pathlib import Path
 
 import lightning.fabric.utilities.rank_zero as rank_zero
 import torch
-from hydra import compose, initialize_config_dir
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch.distributed import TCPStore
 
@@ -32,7 +31,7 @@ from vsa.checkpoints.run_checkpoint import resolve_checkpoint
 from vsa.data.codecs import HaarCodec
 from vsa.data.shard_writer import ShardWriter
 from vsa.data.text import HashedNgramEncoder
-from vsa.training.hydra_guard import checked_hydra
+from vsa.training.hydra_guard import composed
 from vsa.training.train import train
 
 # imports of a run, which forks inherit
@@ -100,9 +99,7 @@ def words(folder: Path, *overrides: str) -> list[str]:
 
 def train_here(settings: Sequence[str]) -> None:
     """Train in this process."""
-    with checked_hydra(), initialize_config_dir(version_base="1.3", config_dir=str(ROOT / "configs")):
-        config = compose("train", overrides=[*settings])
-    train(config)
+    train(composed(*settings))
 
 
 def run_folder(folder: Path, run: str = "default", *, name: str = "pretrain") -> Path:

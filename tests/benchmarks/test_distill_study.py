@@ -10,17 +10,17 @@ from typing import Any
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
 from PIL import Image
 
 from benchmarks.toy import distill, study
 from benchmarks.toy.frechet import latent_distance
 from tests import states
 from vsa.checkpoints.run_checkpoint import resolve_checkpoint
-from vsa.config import build, config_folder
+from vsa.config import build
 from vsa.data.toy_videos import evaluation_prompts, render_clip, score_clip
 from vsa.sampling.pipeline import generate, load_run
 from vsa.sweeps.job_queue import Job, Slot
+from vsa.training.hydra_guard import composed
 
 # the fewest that 16 channels take
 CLIPS = 132
@@ -65,13 +65,12 @@ def rewrite_state(run: Path, **changes: Any) -> None:
 def test_arms_end_at_one_sparsity():
     steps = {"dense": 1000, "sparse": 1000, "adapted": 800}
     topk, methods = {}, {}
-    with initialize_config_dir(version_base="1.3", config_dir=str(config_folder())):
-        for arm, overrides in distill.ARMS.items():
-            config = compose("train", overrides=[*overrides, "init_from=TEACHER"])
-            schedule = build(config.sparsity)
-            # 32 tiles and 4 layers in the last step of the script's defaults
-            topk[arm] = schedule.topk_per_layer(steps[arm] - 1, 32, 4, "current")
-            methods[arm] = config.attention._target_.rpartition(".")[2]
+    for arm, overrides in distill.ARMS.items():
+        config = composed(*overrides, "init_from=TEACHER")
+        schedule = build(config.sparsity)
+        # 32 tiles and 4 layers in the last step of the script's defaults
+        topk[arm] = schedule.topk_per_layer(steps[arm] - 1, 32, 4, "current")
+        methods[arm] = config.attention._target_.rpartition(".")[2]
     # 80% of 32 tiles skipped
     assert topk["sparse"] == topk["adapted"] == 7
     assert methods == {"dense": "FullAttention", "sparse": "VideoSparseAttention", "adapted": "VideoSparseAttention"}

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 import typer
-from hydra import compose, initialize_config_dir
 from hydra._internal.utils import get_args_parser
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import IntervalSweep
@@ -24,6 +23,7 @@ from vsa.checkpoints.wan_config import transformer_config
 from vsa.cli import COMMANDS, app
 from vsa.config import Sweep, check_settings, model_factory
 from vsa.sweeps.points import variants_of
+from vsa.training import hydra_guard
 
 ELSEWHERE = {
     *("pip", "source", "cd", "export", "git", "ls", "nvidia-smi", "sbatch", "squeue", "scancel", "kill", "tensorboard"),
@@ -40,9 +40,8 @@ OTHERS = [c for c in commands() if c not in (*TRAININGS, *SWEEPS, *OURS, *MODULE
 
 @cache
 def composed(*overrides: str) -> Any:
-    with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
-        # the weights that have the sizes are not here
-        cfg = compose("train", overrides=[word for word in overrides if word != "model=from_checkpoint"])
+    # the weights that have the sizes are not here
+    cfg = hydra_guard.composed(*(word for word in overrides if word != "model=from_checkpoint"))
     check_settings(cfg)
     return cfg
 

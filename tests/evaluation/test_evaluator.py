@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
 from PIL import Image
 
 from tests.pictures import drawn, pictures_left_out  # noqa: F401
@@ -34,6 +33,7 @@ from vsa.evaluation.evaluator import EvaluationSettings, Evaluator, validation_l
 from vsa.evaluation.video_metrics import psnr, ssim
 from vsa.sampling.pipeline import generate, load_run
 from vsa.training import train as run_module
+from vsa.training.hydra_guard import composed
 
 ROOT = Path(__file__).parents[2]
 QUICK = ("--prompt", "a red circle", "--prompt", "a blue square", "--steps", "1", "--device", "cpu")
@@ -45,8 +45,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, tiny_overrides: tuple[str,
     output = tmp_path_factory.mktemp("trained")
     prompts = "callbacks.samples.prompts=[a red circle,a blue square]"
     overrides = ["trainer.val_check_interval=2", "callbacks.samples.steps=1", "callbacks.samples.seed=3", prompts]
-    with initialize_config_dir(version_base="1.3", config_dir=str(ROOT / "configs")):
-        run_module.train(compose("train", overrides=[*tiny_overrides, *overrides, f"output_dir={output}"]))
+    run_module.train(composed(*tiny_overrides, *overrides, f"output_dir={output}"))
     return output / "pretrain" / "default"
 
 

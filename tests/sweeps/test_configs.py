@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from vsa.config import Sweep
 from vsa.config_help import CONFIGS, choices
 from vsa.sweeps.points import variants_of
+from vsa.training.hydra_guard import composed
 from vsa.training.train import check_run
 
 SWEEPS = sorted(path.stem for path in (CONFIGS / "sweep").glob("*.yaml"))
@@ -53,9 +53,7 @@ TINY = (
 @pytest.mark.parametrize("name", [name for name in SWEEPS if name != "topk"])
 def test_every_point_can_be_trained(name):
     datamodules = {}
-    with initialize_config_dir(version_base="1.3", config_dir=str(CONFIGS)):
-        for point in points_of(name):
-            small = ["tile_thw=[2,2,2]"] if name == "seq_len_by_topk" else []
-            settings = [o for o in (*TINY, *small) if o.split("=")[0] not in {p.split("=")[0] for p in point.overrides}]
-            cfg = compose("train", overrides=[*(f"++{o}" if "." in o else o for o in (*settings, *point.overrides))])
-            check_run(cfg, datamodules)
+    for point in points_of(name):
+        small = ["tile_thw=[2,2,2]"] if name == "seq_len_by_topk" else []
+        settings = [o for o in (*TINY, *small) if o.split("=")[0] not in {p.split("=")[0] for p in point.overrides}]
+        check_run(composed(*settings, *point.overrides), datamodules)

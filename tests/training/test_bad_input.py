@@ -10,13 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
-from tests.tiny_runs import CONFIGS
 from vsa.cli import main
 from vsa.data.toy_videos import ToyClips, write_toy_videos
+from vsa.training import hydra_guard
 from vsa.training.launch import INPUT_ERRORS
 from vsa.training.train import train
 
@@ -201,8 +200,7 @@ def test_wrong_settings(command_line, tiny_overrides, tmp_path, monkeypatch, ove
 @pytest.fixture(scope="module")
 def composed(tiny_overrides) -> Callable[[list[str]], DictConfig]:
     """The tiny config, composed once, with other values."""
-    with initialize_config_dir(version_base="1.3", config_dir=str(CONFIGS)):
-        tiny = compose("train", overrides=[*tiny_overrides, "output_dir=out"])
+    tiny = hydra_guard.composed(*tiny_overrides, "output_dir=out")
 
     def config(overrides: list[str]) -> DictConfig:
         cfg = copy.deepcopy(tiny)

@@ -11,7 +11,6 @@ from pathlib import Path
 import lightning as L
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
 from hydra.errors import InstantiationException
 from lightning_utilities.core.imports import RequirementCache
 from omegaconf import DictConfig, OmegaConf
@@ -26,6 +25,7 @@ from vsa.checkpoints.sampling_settings import sampling_of
 from vsa.config import build, build_task, check_targets, in_run_folder, model_factory, resolved
 from vsa.data.datamodule import PlanDataModule
 from vsa.diffusion.distribution_matching import standard_scale
+from vsa.training.hydra_guard import composed
 from vsa.training.model_sizes import fill_model
 from vsa.training.modules.base import DiffusionModule
 from vsa.training.train import _check_precision
@@ -40,8 +40,7 @@ CHOICES = [
 
 @cache
 def composed_once(*overrides: str) -> DictConfig:
-    with initialize_config_dir(version_base="1.3", config_dir=str(CONFIGS)):
-        return compose("train", overrides=["trainer.accelerator=cpu", *overrides])
+    return composed("trainer.accelerator=cpu", *overrides)
 
 
 def compose_run(*overrides: str) -> DictConfig:

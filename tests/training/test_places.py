@@ -15,12 +15,12 @@ import lightning.pytorch.loggers
 import lightning.pytorch.profilers
 import pytest
 import yaml
-from hydra import compose, initialize_config_dir
 from lightning.pytorch.trainer import Trainer
 
 from tests.tiny_runs import CONFIGS, TINY_OVERRIDES, TinyTraining
 from vsa.config import check_settings, check_targets, target_class
 from vsa.settings import arguments_of
+from vsa.training.hydra_guard import composed
 
 L = "lightning.pytorch"
 
@@ -198,8 +198,7 @@ def test_toy_clips_are_not_rendered_into_a_run(runs):
 
 
 def composed_with(*overrides: str):
-    with initialize_config_dir(version_base="1.3", config_dir=str(CONFIGS)):
-        return compose("train", overrides=["trainer.accelerator=cpu", *overrides])
+    return composed("trainer.accelerator=cpu", *overrides)
 
 
 def test_a_private_class_is_no_setting():

@@ -10,24 +10,23 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import hydra._internal.hydra as hydra_module
 import yaml
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.config_repository import ConfigRepository
-from hydra.core.config_search_path import ConfigSearchPath
-from hydra.core.global_hydra import GlobalHydra
+from hydra._internal.hydra import Hydra
+from hydra._internal.utils import create_config_search_path
+from hydra.core.config_search_path import ConfigSearchPath, SearchPathQuery
 from hydra.core.object_type import ObjectType
-from hydra.errors import ConfigCompositionException
+from hydra.errors import ConfigCompositionException, SearchPathException
 from hydra.plugins.config_source import ConfigResult
 from hydra.types import RunMode
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from vsa.config_files import choices
+from vsa.config_files import choices, config_folder
 from vsa.files import YAML_LIMIT, check_yaml, read_text
 from vsa.places import PLACE, leaves, run_folder_of
 from vsa.secrets import masked
@@ -75,8 +74,9 @@ CODE_OF_SLURM = ("export", "wrap", "prolog", "epilog", "task-prolog", "task-epil
 PACKAGES = re.compile(r"pkg://(hydra\.conf|(vsa|hydra_plugins)([./][\w./]*)?)$")
 """Packages that may contain configs; reading a config imports its package. Hydra imports installed plugins anyway."""
 
-LOG_CLASSES = ("logging.StreamHandler", "logging.Formatter")
-LOG_STREAMS = ("ext://sys.stdout", "ext://sys.stderr")
+NO_LOGGING = {"version": 1, "root": None, "disable_existing_loggers": False}
+"""Hydra's `none`: a run writes its own log lines."""
+
 SETTING = re.compile(r"(?!hydra\.)\w+(\.\w+)+=")
 """An override of one option within a group."""
 
@@ -122,8 +122,8 @@ def _refusal(path: tuple[str, ...], value: Any, node: DictConfig) -> str | None:
                 return f"expected a place in the folder of the sweep, {node.sweep.dir}/"
     if top == "launcher" and ".submitit_launcher." in str(node.launcher.get("_target_")):
         return _submitit_refusal(path)
-    if top in ("job_logging", "hydra_logging"):
-        return _logging_refusal(path, text)
+    if top in ("job_logging", "hydra_logging") and (path[1] not in NO_LOGGING or value != NO_LOGGING[path[1]]):
+        return f"expected hydra/{top}=none"
     if path[:2] == ("job", "env_set") and last not in node.job.env_copy:
         return "set variables where the command is started"
     return None
@@ -139,18 +139,6 @@ def _submitit_refusal(path: tuple[str, ...]) -> str | None:
         # sbatch also accepts abbreviated option names
         if any(word in option or word.startswith(option) for word in CODE_OF_SLURM):
             return "it would run commands or set variables in the jobs"
-    return None
-
-
-def _logging_refusal(path: tuple[str, ...], text: str) -> str | None:
-    if "()" in path or "." in path:
-        return "logging may not call anything"
-    if path[-1] == "class" and text not in LOG_CLASSES:
-        return f"expected one of {', '.join(LOG_CLASSES)}"
-    if re.match(r"[a-z]+://", text) and text not in LOG_STREAMS:
-        return f"expected {' or '.join(LOG_STREAMS)}"
-    if "${" in text:
-        return "it cannot be resolved when the config is checked"
     return None
 
 
@@ -170,13 +158,12 @@ def _leaves(node: DictConfig | ListConfig, path: tuple[str, ...] = ()) -> Iterat
             yield inner, value
 
 
-class CheckedConfigLoader(ConfigLoaderImpl):
+class CheckedLoader(ConfigLoaderImpl):
     """Hydra's config loader with checks, for a command and for every job of a sweep in any process."""
 
     def __init__(self, config_search_path: ConfigSearchPath) -> None:
         super().__init__(config_search_path=config_search_path)
         self.repository = _CheckedRepository(config_search_path=config_search_path)
-        self.sweep: SweepFolder | None = None
 
     def _load_configuration_impl(
         self, config_name: str | None, overrides: list[str], *args: Any, **kwargs: Any
@@ -209,13 +196,6 @@ class CheckedConfigLoader(ConfigLoaderImpl):
         typed = {str(word).lstrip("+").partition("=")[0] for word in words}
         if cfg.get("overwrite") and "overwrite" not in typed:
             raise ValueError("overwrite=true stands in a file, expected it on the command line: it deletes a run")
-        if self.sweep is None and cfg.hydra.mode == RunMode.MULTIRUN:
-            # what is to be printed needs no torch
-            from vsa.checkpoints.run_folder import refuse_inside_run
-
-            refuse_secrets(cfg)
-            refuse_inside_run(Path(cfg.hydra.sweep.dir), f"the folder of a sweep, {cfg.hydra.sweep.dir},")
-            self.sweep = SweepFolder(Path(cfg.hydra.sweep.dir))
         return cfg
 
 
@@ -252,52 +232,34 @@ class _CheckedRepository(ConfigRepository):
         super().initialize_sources(config_search_path)
 
 
-class SweepFolder:
-    """The content of a sweep folder before Hydra wrote its record there."""
+def open_hydra(config_path: str, config_dir: str | None = None) -> Hydra:
+    """Hydra that checks every config which it composes.
 
-    def __init__(self, folder: Path) -> None:
-        self._folder, self._record = folder, folder / "multirun.yaml"
-        self._made = [path for path in (folder, *folder.parents) if not path.exists()]
-        self._names = set(os.listdir(folder)) if folder.is_dir() else set()
-        self._before = self._record.read_bytes() if self._record.is_file() else None
+    Args:
+        config_path: folder of the main config.
+        config_dir: folder of further configs.
 
-    def take_back_record(self) -> None:
-        """Remove the record of a sweep that left no other file."""
-        if not self._record.is_file() or set(os.listdir(self._folder)) - self._names - {self._record.name}:
-            return
-        if self._before is not None:
-            self._record.write_bytes(self._before)
-            return
-        self._record.unlink()
-        for path in self._made:
-            with suppress(OSError):
-                path.rmdir()
+    Raises:
+        SearchPathException: `config_dir` is no folder.
+    """
+    search_path = create_config_search_path(config_path)
+    if config_dir is not None:
+        if not Path(config_dir).is_dir():
+            raise SearchPathException(f"--config-dir={config_dir}: no such folder")
+        folder, schema = f"file://{os.path.abspath(config_dir)}", SearchPathQuery(provider="schema")
+        search_path.prepend(provider="command-line", path=folder, anchor=schema)
+    return Hydra(task_name="train", config_loader=CheckedLoader(search_path))
 
 
-@contextmanager
-def checked_hydra() -> Iterator[None]:
-    """Make Hydra compose checked configs only; a sweep whose first job is refused leaves no files."""
-    # Hydra has no hook before its callbacks; an AttributeError here means that another version moved its loader
-    original = hydra_module.ConfigLoaderImpl
-    loaders: list[CheckedConfigLoader] = []
+def composed(*overrides: str, with_hydra: bool = False) -> DictConfig:
+    """The checked config of a run with `overrides`, as `vsa train` composes it.
 
-    def make(config_search_path: ConfigSearchPath) -> CheckedConfigLoader:
-        loaders.append(CheckedConfigLoader(config_search_path))
-        return loaders[-1]
-
-    hydra_module.ConfigLoaderImpl = make  # type: ignore[misc, assignment]
-    try:
-        yield
-    except BaseException:
-        for loader in loaders:
-            if loader.sweep is not None:
-                loader.sweep.take_back_record()
-        raise
-    finally:
-        hydra_module.ConfigLoaderImpl = original  # type: ignore[misc]
-
-
-def require_checked() -> None:
-    """Refuse a job whose config Hydra did not compose with `CheckedConfigLoader`."""
-    if not isinstance(GlobalHydra.instance().config_loader(), CheckedConfigLoader):
-        raise RuntimeError("Hydra composed a config that was not checked: hydra_guard.py does not fit this version")
+    Args:
+        *overrides: settings.
+        with_hydra: whether Hydra's own node stays.
+    """
+    cfg = open_hydra(str(config_folder())).compose_config("train", [*overrides], RunMode.RUN, from_shell=False)
+    if not with_hydra:
+        with open_dict(cfg):
+            del cfg["hydra"]
+    return cfg

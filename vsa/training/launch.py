@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -13,16 +14,22 @@ from pathlib import Path
 from typing import Any
 
 from hydra import version
-from hydra._internal.utils import _run_hydra, get_args_parser
+from hydra._internal.callbacks import Callbacks
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra._internal.hydra import Hydra
+from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.plugins import Plugins
+from hydra.core.utils import run_job
 from hydra.errors import HydraException
-from omegaconf import DictConfig
+from hydra.types import HydraContext, RunMode, TaskFunction
+from omegaconf import DictConfig, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from vsa.config_files import config_folder
 from vsa.errors import one_line_errors
-from vsa.training.hydra_guard import checked_hydra, require_checked
+from vsa.training.hydra_guard import open_hydra, refuse_secrets
 from vsa.training.typed import Typed
 
 INPUT_ERRORS = (HydraException, OmegaConfBaseException, FloatingPointError)
@@ -54,21 +61,74 @@ def launch(arguments: Sequence[str], job: Callable[[DictConfig], Any] | None = N
         signals = stopped_by_signals()
     try:
         reports = one_line_errors(*INPUT_ERRORS, traceback=traceback)
-        with reports, signals, checked_hydra():
+        with reports, signals:
             if args.experimental_rerun is not None:
                 raise ValueError("--experimental-rerun is not supported: it reads a pickled config")
             refuse_unreadable(args.overrides)
-            _run_hydra(
-                args=args,
-                args_parser=parser,
-                task_function=run if job is None else partial(_run_job, job),
-                config_path=str(config_folder()),
-                config_name="train",
-            )
+            path = args.config_path or str(config_folder())
+            hydra = open_hydra(path if "://" in path else os.path.abspath(path), args.config_dir)
+            _do(hydra, args, parser, run if job is None else partial(_run_job, job))
     except SystemExit as stop:
         if traceback and stop.__cause__ is not None:
             raise stop.__cause__ from None
         raise
+
+
+def _do(hydra: Hydra, args: Namespace, parser: ArgumentParser, task: TaskFunction) -> None:
+    """What the flags ask for."""
+    asked = [name for name in ("run", "multirun", "cfg", "info", "shell_completion") if getattr(args, name)]
+    if len(asked) > 1:
+        raise ValueError(f"--{asked[0]} and --{asked[1]}: expected one of them".replace("_", "-"))
+    if args.resolve and not (args.cfg or args.help):
+        raise ValueError("--resolve needs --cfg or --help")
+    what: Any = {"config_name": args.config_name or "train", "overrides": args.overrides}
+    if args.help:
+        hydra.app_help(what["config_name"], parser, args)
+    elif args.hydra_help:
+        hydra.hydra_help(what["config_name"], parser, args)
+    elif args.cfg:
+        hydra.show_cfg(**what, cfg_type=args.cfg, package=args.package, resolve=args.resolve)
+    elif args.info:
+        hydra.show_info(args.info, **what)
+    elif args.shell_completion:
+        hydra.shell_completion(**what)
+    elif args.multirun:
+        _run_several(
+            hydra,
+            hydra.compose_config(
+                args.config_name or "train", [*args.overrides, "hydra.mode=MULTIRUN"], RunMode.MULTIRUN
+            ),
+            task,
+        )
+    else:
+        what["overrides"].append("hydra.mode=RUN")
+        hydra.run(**what, task_function=task)
+
+
+def _run_several(hydra: Hydra, cfg: DictConfig, task: TaskFunction) -> None:
+    """Run the jobs of `-m`. Hydra's own sweeper would make files before the first job is checked."""
+    # what is to be printed needs no torch
+    from vsa.checkpoints.run_folder import refuse_inside_run
+
+    refuse_secrets(cfg)
+    refuse_inside_run(Path(cfg.hydra.sweep.dir), f"the folder of a sweep, {cfg.hydra.sweep.dir},")
+    loader: Any = hydra.config_loader
+    parts: Any = {"config": cfg, "hydra_context": HydraContext(loader, Callbacks()), "task_function": task}
+    words = list(cfg.hydra.overrides.task)
+    if not cfg.hydra.sweeper._target_.endswith(".BasicSweeper"):
+        Plugins.instance().instantiate_sweeper(**parts).sweep(arguments=words)
+        return
+    words = [*(f"{key}={value}" for key, value in (cfg.hydra.sweeper.get("params") or {}).items()), *words]
+    (jobs,) = BasicSweeper.split_arguments(OverridesParser.create(config_loader=loader).parse_overrides(words), None)
+    configs = [loader.load_sweep_config(cfg, job) for job in jobs]
+    if not cfg.hydra.launcher._target_.endswith(".BasicLauncher"):
+        for outcome in Plugins.instance().instantiate_launcher(**parts).launch(jobs, initial_job_idx=0):
+            _ = outcome.return_value
+        return
+    for number, config in enumerate(configs):
+        with open_dict(config):
+            config.hydra.job.id = config.hydra.job.num = number
+        _ = run_job(task, config, "hydra.run.dir", None, parts["hydra_context"]).return_value
 
 
 def refuse_unreadable(settings: Sequence[str]) -> None:
@@ -97,12 +157,10 @@ def run(cfg: DictConfig) -> float | None:
     from vsa.training.train import train
 
     with one_line_errors(*INPUT_ERRORS, traceback=False), rank_zero_reports(ValueError, OSError, *INPUT_ERRORS):
-        require_checked()
         train(cfg, Typed.of(HydraConfig.get()))
         return final_loss(Path(str(cfg.run_dir)))
 
 
 def _run_job(job: Callable[[DictConfig], Any], cfg: DictConfig) -> None:
     with one_line_errors(*INPUT_ERRORS, traceback=False):
-        require_checked()
         job(cfg)
