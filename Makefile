@@ -15,8 +15,9 @@ SCORE := --guidance 3 --steps 20
 # one thread for each worker, more would wait for each other; three workers keep two cores busy, because many tests wait
 # for processes or timeouts
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal
-# triton decides when it is imported whether its kernels are interpreted
-INTERPRETED := TRITON_INTERPRET=1 $(PYTEST) tests/kernels -k "triton or coarse_fine or interpreter"
+# triton decides when it is imported whether its kernels are interpreted; these tests wait for nothing, and every worker
+# costs its imports
+INTERPRETED := TRITON_INTERPRET=1 $(PYTEST) -n 2 tests/kernels -k "triton or coarse_fine or interpreter"
 
 .PHONY: demo compare test test-all natten wheel soak docs lint clean
 

@@ -111,7 +111,7 @@ def bytes_of_tensors(path: Path) -> int:
     return len(content) - 8 - int.from_bytes(content[:8], "little")
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_ranks_read_what_others_have_written(written, world):
     def on_rank(rank: int) -> dict[str, bool]:
         results = {}

@@ -93,7 +93,7 @@ def test_a_straight_run_leaves_shards_and_an_index_only(straight: dict[str, byte
     assert (std != 1).any()
 
 
-@pytest.mark.parametrize("killed_at", [(2,), (5, 1), (9,)])
+@pytest.mark.parametrize("killed_at", [(5, 1), *(pytest.param(at, marks=pytest.mark.slow) for at in ((2,), (9,)))])
 def test_killed_and_repeated_equals_straight(
     videos: Path, straight: dict[str, bytes], tmp_path: Path, killed_at: tuple[int, ...]
 ) -> None:
@@ -136,7 +136,7 @@ def test_an_exception_keeps_finished_parts(videos: Path, straight: dict[str, byt
     assert files_of(out) == straight
 
 
-@pytest.mark.parametrize("world", [2, 3, 7])
+@pytest.mark.parametrize("world", [3, *(pytest.param(world, marks=pytest.mark.slow) for world in (2, 7))])
 def test_processes_share_the_work(videos: Path, straight: dict[str, bytes], tmp_path: Path, world: int) -> None:
     out = tmp_path / "out"
     reports = [encode_folder(videos, out, **OPTIONS, rank=rank, world_size=world) for rank in reversed(range(world))]

@@ -129,7 +129,7 @@ def test_the_order_follows_the_seed(folder):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("cut", [1, 7, 13])
+@pytest.mark.parametrize("cut", [7, *(pytest.param(cut, marks=pytest.mark.slow) for cut in (1, 13))])
 def test_after_a_cut_no_sample_is_left_out(folder, workers, cut):
     """Two ranks are killed after some steps; resumed ones, of another number too, see the rest of the epoch."""
     urls = urls_of(folder)

@@ -25,7 +25,7 @@ def count_compiled_graphs():
     return graphs, backend
 
 
-@pytest.mark.parametrize(("training", "start"), [(True, "all"), (False, 2)])
+@pytest.mark.parametrize(("training", "start"), [(True, "all"), pytest.param(False, 2, marks=pytest.mark.slow)])
 def test_topk_changes_do_not_recompile(training, start):
     torch._dynamo.reset()
     sizes = dict(num_attention_heads=1, attention_head_dim=6, ffn_dim=8, num_layers=2, in_channels=2, out_channels=2)
@@ -102,12 +102,13 @@ def test_compile_blocks_shares_one_graph_and_equals_eager(level):
     torch._dynamo.reset()
 
 
-def test_networks_of_several_widths_share_the_compiled_body():
+@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.slow)])
+def test_networks_of_several_widths_share_the_compiled_body(backend):
     """A distillation has a teacher of its own width; from the second one on, widths may be symbols."""
     torch._dynamo.reset()
     for heads, batch in ((5, 2), (3, 1), (2, 3)):
         plain, compiled = (make_model(SPARSE, num_attention_heads=heads, num_layers=1) for _ in range(2))
-        compiled.compile_blocks(backend="aot_eager")
+        compiled.compile_blocks(backend=backend)
         kwargs = {"topk": 3}
         assert_equal_runs(plain, compiled, make_inputs(batch=batch), tolerance=1e-6, kwargs_a=kwargs, kwargs_b=kwargs)
     torch._dynamo.reset()

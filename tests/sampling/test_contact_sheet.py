@@ -58,7 +58,9 @@ def pair(prompts: list[str], path: Path, size: tuple[int, int] = (16, 24)) -> Pa
 
 
 @pytest.mark.parametrize("draw", [sheet, pair])
-@pytest.mark.parametrize("size", [(16, 24), (24, 16)], ids=["landscape", "portrait"])
+@pytest.mark.parametrize(
+    "size", [pytest.param((16, 24), id="landscape"), pytest.param((24, 16), id="portrait", marks=pytest.mark.slow)]
+)
 def test_pictures_have_their_size_whatever_the_prompts_say(draw, size, tmp_path: Path, caplog):
     # two prompts are enough for one of the shapes
     prompts = list(PROMPTS.items())[: None if size[0] < size[1] else 2]

@@ -142,6 +142,10 @@ BAD_SETTINGS = [
     ),
     (["run=.."], "run=.. is not a name"),
     (
+        ["model.num_attention_heads=256", "model.attention_head_dim=4096"],
+        "the model is too large for the memory here: 30,786,706,210,928 parameters",
+    ),
+    (
         ["model.num_attention_heads=4096", "model.attention_head_dim=4096"],
         "the model is too large for the memory here: 7,881,305,438,027,888 parameters",
     ),
@@ -160,7 +164,7 @@ BY_COMMAND = (
     "trainer.precision=99",
     "ckpt_path=last",
     "data.toy.size=[8,56,64]",
-    "model.attention_head_dim=4096",
+    "model.num_attention_heads=256",
     "data=folder",
 )
 GROUPS = ("attention=nope", "model=nope", "experiment=nope", "data=folder")

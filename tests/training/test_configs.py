@@ -267,9 +267,13 @@ def test_errors_of_a_constructor_name_their_key():
         build(cfg.x.y)
 
 
-def test_a_model_too_large_for_the_memory_is_told_as_such():
-    # the largest that a setting may name
-    cfg = compose_run("model.num_layers=1", "model.num_attention_heads=4096", "model.attention_head_dim=4096")
+@pytest.mark.parametrize(
+    "heads",
+    # a matrix of 4 TiB; and the largest that a setting may name, beside which 4 GiB are filled first
+    [256, pytest.param(4096, marks=pytest.mark.slow)],
+)
+def test_a_model_too_large_for_the_memory_is_told_as_such(heads):
+    cfg = compose_run("model.num_layers=1", f"model.num_attention_heads={heads}", "model.attention_head_dim=4096")
     with pytest.raises(
         ValueError, match=r"^the model is too large .*: [\d,]+ parameters, .* GiB in fp32 .*key model\)$"
     ):

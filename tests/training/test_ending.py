@@ -387,7 +387,7 @@ def after(function: Callable) -> Callable:
     ("owner", "name", "when", "word"),
     [
         (DiffusionModule, "configure_model", before, "stopped"),
-        (Samples, "on_train_end", before, "saved"),
+        pytest.param(Samples, "on_train_end", before, "saved", marks=pytest.mark.slow),
         pytest.param(L.Trainer, "_teardown", after, "stopped", marks=pytest.mark.slow),
         (run_module, "train", after, "stopped"),
     ],

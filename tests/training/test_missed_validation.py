@@ -42,7 +42,7 @@ def rows(training, run):
     return {step: [row.get(name) for name in FACTS] for step, row in training.metrics(run).items()}
 
 
-@pytest.mark.parametrize("how", ["error", "signal"])
+@pytest.mark.parametrize("how", ["error", pytest.param("signal", marks=pytest.mark.slow)])
 def test_the_rows_are_those_of_a_run_without_interruption(training, how):
     training(*RUN, "run=straight", "trainer.max_steps=5", callbacks=(straight := Watch(),))
     with pytest.raises(RuntimeError if how == "error" else SystemExit):
@@ -99,7 +99,7 @@ def clips(training, run):
     return {path.name: path.read_bytes() for path in (training.folder(run) / "samples").rglob("*.gif")}
 
 
-@pytest.mark.parametrize("how", ["signal", "time limit"])
+@pytest.mark.parametrize("how", ["signal", pytest.param("time limit", marks=pytest.mark.slow)])
 def test_a_run_stopped_in_its_last_step_gets_its_end(training, caplog, how):
     last = (*RUN[:3], *CLIPS, "trainer.max_steps=3")
     training(*last, "run=straight")

@@ -464,7 +464,7 @@ def test_debug_profile_says_where_the_time_goes(training, monkeypatch):
         training("debug=profile", "trainer.max_steps=2")
 
 
-@pytest.mark.parametrize(("level", "clip"), [("none", 1.0), ("full", 0.0)])
+@pytest.mark.parametrize(("level", "clip"), [pytest.param("none", 1.0, marks=pytest.mark.slow), ("full", 0.0)])
 def test_floors_of_a_profile_are_those_of_shapes_and_of_the_optimizer(training, monkeypatch, level, clip):
     class Texts(L.Callback):
         def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
