@@ -57,7 +57,7 @@ class Comparison:
         return None if self.gib is None else sum(memory(self.job).values()) / GIB / self.gib - 1
 
     def row(self) -> str:
-        """Row of the table in `docs/how-fast.md`."""
+        """Row of the table in `docs/benchmarks/how-fast.md`."""
         estimated = self.milliseconds * (1 + self.time_error)
         note = "calibrates" if self.calibrates else ""
         gib, error = ("", "") if self.gib is None else (f"{self.gib:.1f}", f"{self.memory_error:+.1%}")

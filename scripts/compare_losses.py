@@ -11,7 +11,7 @@ from vsa.errors import one_line_errors
 from vsa.evaluation.figures import read_metric
 
 REPEATED = 0.008
-"""Largest difference of the final validation loss between repeated equal runs (`benchmarks/ablation/README.md`)."""
+"""Largest difference of the final validation loss between repeated equal runs (`docs/benchmarks/ablation.md`)."""
 
 
 def compare(first: Path, second: Path) -> dict[str, Any]:

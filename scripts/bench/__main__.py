@@ -20,8 +20,8 @@ denoise from noise to latents: the few-step sparse generator against the many-st
 
 A case first compares its op with fp64 and prints no speed if the comparison fails. Useful TFLOP/s count real token
 pairs of the listed blocks: 4 * D FLOPs per pair forward, 14 * D forward + backward. Executed TFLOP/s count all
-multiplications, including padding and recomputed logits: 18 * D if the backward is split. benchmarks/README.md explains
-the rest.
+multiplications, including padding and recomputed logits: 18 * D if the backward is split. docs/benchmarks/index.md
+explains the rest.
 """
 
 from __future__ import annotations

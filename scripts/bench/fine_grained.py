@@ -1,8 +1,8 @@
 """FG-Attn's kernel on random masks of small tiles, the problems of the paper's Figures 5 and 6.
 
-Estimate for an H200 from before the measurement (benchmarks/README.md): 70% sparsity, tiles of 128 x 32, 24 heads,
-D=128, 32,768 tokens, bf16. Dense attention of cuDNN runs at 615 TFLOP/s, 21.5 ms. The kernel multiplies 30% of the
-pairs, so a speed-up of 2.3x needs 424 TFLOP/s and the 2.56x of the paper need 472.
+Estimate for an H200 from before the measurement (docs/benchmarks/methods.md): 70% sparsity, tiles of 128 x 32, 24
+heads, D=128, 32,768 tokens, bf16. Dense attention of cuDNN runs at 615 TFLOP/s, 21.5 ms. The kernel multiplies 30%
+of the pairs, so a speed-up of 2.3x needs 424 TFLOP/s and the 2.56x of the paper need 472.
 
 - A step multiplies 128 queries with 64 keys, 4.2 MFLOP in wgmma of 64 x 64 x 16 and 64 x 128 x 16, and reads 32 KiB of
   keys and values. At 424 TFLOP/s this is 3.3 TB/s from L2, which L2 sustains; memory (4.8 TB/s) does so only without

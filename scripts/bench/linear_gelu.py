@@ -2,7 +2,7 @@
 
 Estimates for an H200 from before the measurement, in bf16. The floor is that of a copy at 4.1 TB/s: the forward reads
 and writes the hidden layer once, the backward reads two tensors and writes one. What torch compiles takes 0.77 ms for
-the backward of the second shape (`benchmarks/README.md`, training step).
+the backward of the second shape (`docs/benchmarks/training-step.md`).
 
 | tokens x hidden width | forward: floor, estimate | forward + backward: floor, estimate |
 |---|---|---|

@@ -1,6 +1,6 @@
 """Norm and rotation of queries (or keys) beside torch's operations, eager and compiled, and beside a copy.
 
-Estimates for an H200 from before the measurement (`benchmarks/h200-2026-11-24-norm-rope.json`), for one tensor in bf16.
+Estimates for an H200 from before the measurement (`docs/benchmarks/kernels.md`), for one tensor in bf16.
 The floor is that of a copy at 4.1 TB/s: the forward reads and writes the tokens once, the backward reads two tensors
 and writes one. The last shape is slower than estimated: 178 and 440 us.
 

@@ -1,4 +1,4 @@
-"""docs/how-fast.md names the folders in which torch and Triton keep what they compiled."""
+"""docs/benchmarks/how-fast.md names the folders in which torch and Triton keep what they compiled."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch._inductor.runtime import cache_dir_utils
 
 from tests.docs.pages import ROOT
 
-PAGE = (ROOT / "docs" / "how-fast.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "benchmarks" / "how-fast.md").read_text(encoding="utf-8")
 FOLDERS = dict(re.findall(r"^\| `(\w+_CACHE_DIR)` \| `([^`]+)`", PAGE, re.M))
 
 

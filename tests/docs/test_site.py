@@ -109,7 +109,7 @@ def test_what_a_page_loads_is_found(tmp_path):
 
 def test_links_of_the_repository_become_links_of_the_site():
     assert docs_hooks.site_uri("attention.md", "../benchmarks/README.md") == "repository/benchmarks/README.md"
-    assert docs_hooks.site_uri("attention.md", "../benchmarks/ablation/") == "repository/benchmarks/ablation/README.md"
+    assert docs_hooks.site_uri("attention.md", "../benchmarks/") == "repository/benchmarks/README.md"
     assert docs_hooks.site_uri("attention.md", "data.md") == "data.md"
     assert docs_hooks.site_uri("repository/benchmarks/README.md", "../docs/data.md") == "data.md"
     assert docs_hooks.site_uri("repository/CONTRIBUTING.md", "docs/data.md") == "data.md"

@@ -305,7 +305,7 @@ def rows() -> list[Comparison]:
 
 
 def test_the_compared_steps_are_in_the_docs(rows):
-    page = (ROOT / "docs" / "how-fast.md").read_text()
+    page = (ROOT / "docs" / "benchmarks" / "how-fast.md").read_text()
     missing = [row.row() for row in rows if row.row() not in page]
     assert missing == []
     assert {row.calibrates for row in rows} == {True, False}

@@ -13,7 +13,7 @@ class StepEmbedding(nn.Module):
 
     Without it, one critic tracks the mixture of the outputs of all steps. The generator can match this mixture with the
     teacher's distribution although its steps have opposite errors, while only the output of the last step is used
-    (benchmarks/README.md has a case).
+    (docs/benchmarks/distillation.md has a case).
 
     Args:
         num_steps: length of the step list.
