@@ -22,13 +22,13 @@ from rich.table import Column, Table
 from torch import Tensor
 
 from benchmarks.toy.study import write_json
+from benchmarks.world.pixel_score import ATTRIBUTES, chance, score_clips
 from vsa.checkpoints.run_checkpoint import Checkpoint, resolve_checkpoint
 from vsa.data.codecs import Codec, HaarCodec
 from vsa.data.video_files import read_video
 from vsa.data.world.render import render
 from vsa.data.world.scenes import draw_scene, parse_caption, world_attributes, world_caption
 from vsa.errors import one_line_errors
-from vsa.evaluation.world_score import ATTRIBUTES, chance, score_clips
 from vsa.progress import progress_bar
 from vsa.sampling.pipeline import generate, load_run, settings_dict
 

@@ -3,10 +3,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from benchmarks.world.pixel_score import ATTRIBUTES, chance, measure_clip, score_clip, score_clips
 from vsa.data.codecs import HaarCodec
 from vsa.data.world.render import render
 from vsa.data.world.scenes import COLOURS, draw_scene, parse_caption, stack_scenes, world_attributes, world_caption
-from vsa.evaluation.world_score import ATTRIBUTES, chance, measure_clip, score_clip, score_clips
 
 SIZE, CLIPS = (32, 128, 128), 6
 CAPTIONS = [world_caption(world_attributes(11, i)) for i in range(CLIPS)]
