@@ -180,7 +180,7 @@ def _draw_series(axes: Axes, panel: Panel) -> None:
                 axes.fill_between(series.x[picked], *band, color=colour, alpha=0.18, linewidth=0)
     if len(panel.series) > 8:
         # outside of the axes, because a long legend would hide the curves
-        axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.01, 0.5))
+        axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.01, 0.5), ncols=1 + len(axes.lines) // 24)
     elif panel.series:
         axes.legend(fontsize=8)
 

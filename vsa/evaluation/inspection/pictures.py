@@ -12,7 +12,11 @@ from torch import Tensor
 from vsa.evaluation.attention_map import attention_sheet, to_pixels
 from vsa.evaluation.figures import layer_heatmaps
 from vsa.evaluation.inspection.measure import MAPS, Inspection
+from vsa.pages.charts import Panel, Series, draw_panel
 from vsa.plotting import COLOURS, TITLE, save_figure, set_title
+
+GREY = 9
+"""Index of the grey of `COLOURS`."""
 
 HEATMAPS = {
     "recall": "recall of the true attention mass",
@@ -99,26 +103,23 @@ def draw_maps(inspection: Inspection, video: Tensor, times: Sequence[int], path:
 
 def draw_popularity(inspection: Inspection, path: Path, *, title: str) -> Path:
     """Draw how many lists hold a kv tile, relative to the mean, the most popular first; one line per layer."""
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.add_subplot()
     ranked = inspection.counts.float().sort(-1, descending=True).values
-    for place, layer in enumerate(inspection.layers):
-        lists = ranked[:, place]
-        relative = (lists / lists.mean(-1, keepdim=True).clamp_min(1e-9)).mean((0, 1))
-        share = (np.arange(len(relative)) + 0.5) / len(relative)
-        # dashes tell those apart whose colours are the same
-        style = ("-", "--", ":")[place // len(COLOURS) % 3]
-        axes.plot(
-            share, relative.numpy(), style, color=COLOURS[place % len(COLOURS)], linewidth=1.2, label=f"layer {layer}"
-        )
-    axes.axhline(1, color="grey", linewidth=0.8)
-    axes.axhline(1.5, color="grey", linewidth=0.8, linestyle="--")
-    axes.set_xlabel("share of kv tiles, the most popular first")
-    axes.set_ylabel("lists that hold the tile, over the mean")
-    axes.set_xlim(0, 1)
-    axes.set_ylim(bottom=0)
-    axes.grid(alpha=0.3)
-    if len(inspection.layers) <= 12:
-        axes.legend(fontsize=7, ncols=2)
-    set_title(axes.set_title, title, width=80)
-    return save_figure(figure, path)
+    relative = (ranked / ranked.mean(-1, keepdim=True).clamp_min(1e-9)).mean((0, 2)).numpy()
+    share = (np.arange(relative.shape[-1]) + 0.5) / relative.shape[-1]
+    series = [
+        Series(name=f"layer {layer}", x=share, y=relative[place], colour=place, dashed=place // len(COLOURS) % 2 == 1)
+        for place, layer in enumerate(inspection.layers)
+    ]
+    # the mean, and where a tile counts as long-listed
+    levels = [
+        Series(name=name, x=np.array([0.0, 1.0]), y=np.full(2, level), colour=GREY, dashed=True)
+        for name, level in (("mean", 1.0), ("1.5 times the mean", 1.5))
+    ]
+    panel = Panel(
+        x_label="share of kv tiles, the most popular first",
+        y_label="lists that hold the tile, over the mean",
+        series=[*series, *levels],
+        y_zero=True,
+        visible=len(series) + len(levels),
+    )
+    return draw_panel(panel, path, title=title)
