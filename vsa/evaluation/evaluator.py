@@ -5,10 +5,8 @@ N clips, T H W frames, height and width of a clip.
 
 from __future__ import annotations
 
-import csv
 import hashlib
 import json
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -25,9 +23,11 @@ from vsa.data.batch import VideoBatch
 from vsa.diffusion.decile_means import DecileMeans
 from vsa.evaluation.figures import draw_evaluation
 from vsa.evaluation.latent_distance import LEAST_CLIPS, against_real, refuse_few
+from vsa.evaluation.record import write_record
 from vsa.evaluation.video_metrics import DATA_RANGE, black_frames, flicker, motion, psnr, ssim, uniform_frames
-from vsa.files import atomic_file, read_json, write_whole
+from vsa.files import read_json
 from vsa.objectives.flow_matching import VALIDATION_SEED, FlowMatchingLoss
+from vsa.pages.charts import write_csv
 from vsa.sampling.contact_sheet import contact_sheet
 from vsa.sampling.pipeline import (
     LoadedRun,
@@ -38,7 +38,6 @@ from vsa.sampling.pipeline import (
     sample_latents,
     settings_dict,
 )
-from vsa.secrets import without_secrets
 from vsa.settings import Count
 
 CLIP_METRICS: Mapping[str, Callable[[Tensor], float]] = {
@@ -224,7 +223,7 @@ class Evaluator:
         return clips
 
     def _clip(self, videos: Tensor, reference: Tensor | None, i: int) -> dict[str, Any]:
-        metrics: dict[str, Any] = {name: measure(videos[i]) for name, measure in CLIP_METRICS.items()}
+        metrics = {name: measure(videos[i]) for name, measure in CLIP_METRICS.items()}
         if reference is not None:
             metrics |= {f"reference_{name}": measure(reference[i]) for name, measure in CLIP_METRICS.items()}
             metrics["flicker_excess"] = metrics["flicker"] - metrics["reference_flicker"]
@@ -353,14 +352,11 @@ def write_evaluation(folder: Path, evaluation: Evaluation, checkpoint_name: str)
         titles = [title for pair in zip(against, titles, strict=True) for title in pair]
         videos = torch.stack([evaluation.reference[:SHEET_CLIPS], videos], 1).flatten(0, 1)
     contact_sheet(videos, titles, folder / f"{checkpoint_name}.png")
-    text = json.dumps(_plain(record), indent=1, allow_nan=False)
-    write_whole(record_path(folder, checkpoint_name), without_secrets(text, named=False))
+    write_record(record_path(folder, checkpoint_name), record)
     rows = [row for path in folder.glob("step-*.json") if (row := _row(path)) is not None]
     rows.sort(key=lambda row: row["step"])
-    with atomic_file(folder / "evaluation.csv") as temporary, open(temporary, "w", newline="") as file:
-        writer = csv.DictWriter(file, list(dict.fromkeys(name for row in rows for name in row)), restval="")
-        writer.writeheader()
-        writer.writerows(rows)
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    write_csv(folder / "evaluation.csv", columns, [[row.get(name, "") for name in columns] for row in rows])
     alike = [row for row in rows if row["settings"] == record["settings_digest"]]
     alike = [{k: v for k, v in row.items() if not str(v).startswith("missing")} for row in alike]
     draw_evaluation(alike, folder / "evaluation.png", title=str(folder))
@@ -371,16 +367,6 @@ def _label(sampling: Mapping[str, Any]) -> str:
     if isinstance(topk, int):
         return f"top {topk} of {tiles}"
     return f"top {min(topk)} to {max(topk)} of {tiles}"
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, Mapping):
-        return {key: _plain(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(inner) for inner in value]
-    return value
 
 
 def _row(path: Path) -> dict[str, Any] | None:
