@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
@@ -265,16 +265,18 @@ def error_chart(tuned: Tuned, tried: Mapping[int, Sequence[Point]], bounds: Mapp
     means = {
         layer: (fmean(h.sparsity for h in heads), fmean(h.error for h in heads)) for layer, heads in tuned.found.items()
     }
-    mean_series = _cloud("mean of the heads", means.values(), [f"layer {layer}" for layer in means], colour=0)
+    mean_series = _series("mean of the heads", means.values(), [f"layer {layer}" for layer in means], points=True)
     panels = {("all layers",): _panel([mean_series, *_bounds([mean_series], bounds)])}
     for layer, heads in sorted(tuned.found.items()):
         texts = [_described(i, head) for i, head in enumerate(heads)]
-        own = _cloud("chosen", [(h.sparsity, h.error) for h in heads], texts, colour=0)
-        curves = [
-            _curve(f"head {i}", [p for p in tried[layer] if p.head == i], colour=1 + i) for i in range(len(heads))
-        ]
-        nonempty_curves = [curve for curve in curves if len(curve.x)]
-        panels[(f"layer {layer}",)] = _panel([own, *_bounds([own, *nonempty_curves], bounds), *nonempty_curves])
+        own = _series("chosen", [(h.sparsity, h.error) for h in heads], texts, points=True)
+        curves = []
+        for i in range(len(heads)):
+            if best := _front([point for point in tried[layer] if point.head == i]):
+                pairs, texts = [(p.sparsity, p.error) for p in best], [_described(i, p) for p in best]
+                curves.append(_series(f"head {i}", pairs, texts, colour=1 + i))
+        panels[(f"layer {layer}",)] = _panel([own, *_bounds([own, *curves], bounds), *curves])
+    columns = ("tau", "theta", "threshold", "sparsity", "error")
     return Chart(
         key="error",
         title="Error against sparsity",
@@ -283,9 +285,9 @@ def error_chart(tuned: Tuned, tried: Mapping[int, Sequence[Point]], bounds: Mapp
         panels=panels,
         drawn=(),
         switches=("layers",),
-        columns=("layer", "head", "tau", "theta", "threshold", "sparsity", "error"),
+        columns=("layer", "head", *columns),
         rows=[
-            (layer, i, h.tau, h.theta, h.threshold, h.sparsity, h.error)
+            (layer, i, *(getattr(h, name) for name in columns))
             for layer, heads in sorted(tuned.found.items())
             for i, h in enumerate(heads)
         ],
@@ -296,26 +298,23 @@ def _panel(series: Sequence[Series]) -> Panel:
     return Panel(x_label="sparsity: skipped products of blocks", y_label="relative L1 error", series=series)
 
 
-def _described(number: int, head: HeadSettings) -> str:
+def _described(number: int, head: HeadSettings | Point) -> str:
     bar = "off" if head.threshold is None else f"{head.threshold:g}"
     return f"head {number}: tau {head.tau:g}, theta {head.theta:g}, lambda {bar}"
 
 
-def _cloud(name: str, places: Any, labels: Sequence[str], colour: int) -> Series:
+def _series(name: str, places: Iterable[tuple[float, float]], labels: Sequence[str], **look: Any) -> Series:
     x, y = np.array(list(places), dtype=float).reshape(-1, 2).T
-    return Series(name=name, x=x, y=y, points=True, labels=labels, colour=colour)
+    return Series(name=name, x=x, y=y, labels=labels, **look)
 
 
-def _curve(name: str, points: Sequence[Point], colour: int) -> Series:
+def _front(points: Sequence[Point]) -> list[Point]:
     """The Pareto front: points that no other one beats in both sparsity and error."""
     best: list[Point] = []
     for point in sorted(points, key=lambda p: (-p.sparsity, p.error)):
         if not best or point.error < best[-1].error:
             best.append(point)
-    best.reverse()
-    x, y = np.array([(p.sparsity, p.error) for p in best], dtype=float).reshape(-1, 2).T
-    labels = [_described(p.head, HeadSettings(tau=p.tau, theta=p.theta, threshold=p.threshold)) for p in best]
-    return Series(name=name, x=x, y=y, colour=colour, labels=labels)
+    return best[::-1]
 
 
 def _bounds(series: Sequence[Series], bounds: Mapping[str, float]) -> list[Series]:
@@ -330,7 +329,7 @@ def _bounds(series: Sequence[Series], bounds: Mapping[str, float]) -> list[Serie
 def layer_table(tuned: Tuned) -> Table:
     """Table of the chosen settings of each layer."""
     headings = [
-        ("layer", ""),
+        "layer",
         ("sparsity", "skipped products of blocks, mean of the heads; below: lowest and highest"),
         ("error", "sum |out - dense| / sum |dense|, mean of the heads; below: the highest"),
         ("tau", "mean of the heads"),
@@ -341,12 +340,13 @@ def layer_table(tuned: Tuned) -> Table:
     rows = []
     for layer, heads in sorted(tuned.found.items()):
         sparsity, error = [h.sparsity for h in heads], [h.error for h in heads]
-        texts = [
-            Cell(text=f"{fmean(sparsity):.1%}", sub=f"{min(sparsity):.1%} to {max(sparsity):.1%}"),
-            Cell(text=f"{fmean(error):.3g}", sub=f"{max(error):.3g}"),
-            *(Cell(text=f"{math.fsum(getattr(h, n) for h in heads) / len(heads):.3g}") for n in ("tau", "theta")),
-            Cell(text=f"{sum(h.threshold is not None for h in heads)} of {len(heads)}"),
-            Cell(text=str(sum(h.tau == 1 and h.threshold is None for h in heads))),
+        row = [
+            str(layer),
+            Cell(f"{fmean(sparsity):.1%}", f"{min(sparsity):.1%} to {max(sparsity):.1%}"),
+            Cell(f"{fmean(error):.3g}", f"{max(error):.3g}"),
+            *(f"{math.fsum(getattr(h, n) for h in heads) / len(heads):.3g}" for n in ("tau", "theta")),
+            f"{sum(h.threshold is not None for h in heads)} of {len(heads)}",
+            str(sum(h.tau == 1 and h.threshold is None for h in heads)),
         ]
-        rows.append([Cell(text=str(layer)), *texts])
+        rows.append(row)
     return Table(headings, rows, title="By layer", note="Settings of every head: " + FILE)

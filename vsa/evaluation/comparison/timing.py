@@ -16,16 +16,13 @@ LONG_SECONDS = 2.0
 _FLUSH_BYTES = 256 << 20
 
 
-def interleaved_ms(
-    calls: Sequence[Callable[[], Any]], repeats: int, device: torch.device, *, done: Callable[[], Any] = lambda: None
-) -> list[list[float]]:
+def interleaved_ms(calls: Sequence[Callable[[], Any]], repeats: int, device: torch.device) -> list[list[float]]:
     """Milliseconds of each run of each call: by events with cold caches on a GPU, by wall clock on a CPU.
 
     Args:
         calls: calls to time, one after the other in every round, after one warm-up run each.
         repeats: number of rounds.
         device: device of the calls.
-        done: called after each run.
     """
     cuda = device.type == "cuda"
     flush = torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device=device) if cuda else None
@@ -36,14 +33,12 @@ def interleaved_ms(
         if cuda:
             torch.cuda.synchronize(device)
         first.append(time.perf_counter() - begin)
-        done()
     times: list[list[float]] = [[] for _ in calls]
     for turn in range(repeats):
         for call, seconds, call_times in zip(calls, first, times, strict=True):
             if turn and seconds > LONG_SECONDS:
                 continue
             call_times.append(_cpu_ms(call) if flush is None else _gpu_ms(call, flush))
-            done()
     return times
 
 
