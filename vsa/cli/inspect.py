@@ -11,35 +11,35 @@ from vsa.cli import options as opt
 from vsa.cli.options import MANY, option
 from vsa.cli.values import made_of, numbers
 
-LOOK, PAGE = "What is looked at", "What the page draws"
+LOOK, PAGE = "Measurement", "Page"
 
 
 def inspect(
     checkpoint: Annotated[str, typer.Argument(help="run folder (newest checkpoint), checkpoint or sparse export")],
     clip: Annotated[str, typer.Argument(help="video file, caption in a.txt beside a.mp4; or a sample id of its data")],
     output: Annotated[Path | None, option("folder to write to (inspect in the run, of an export beside CLIP)")] = None,
-    caption: Annotated[str | None, option("of the clip, in place of its own")] = None,
+    caption: Annotated[str | None, option("caption of the clip (its own)")] = None,
     timesteps: Annotated[
-        str | None, option("1000 is noise (900 to 100; of a distilled model its own)", panel=LOOK, metavar="T,...")
+        str | None, option("timesteps, 1000 is noise (900 to 100; distilled: its own)", panel=LOOK, metavar="T,...")
     ] = None,
     layers: Annotated[
-        str | None, option("to measure and draw (all; drawn: what fits)", panel=LOOK, metavar="N,...")
+        str | None, option("layers to measure and draw (all; drawn: what fits)", panel=LOOK, metavar="N,...")
     ] = None,
     topk: Annotated[int | None, option("tiles per query tile (as trained)", panel=LOOK, whole=(1, MANY))] = None,
     sparsity: Annotated[float | None, option("share of tiles skipped", panel=LOOK, real=(0, 1))] = None,
-    tokens: Annotated[int, option("query tokens that recall is measured with", panel=LOOK, whole=(1, MANY))] = 256,
-    seed: Annotated[int, option("of the noise", panel=LOOK, whole=(0, MANY))] = 0,
-    weights: Annotated[opt.Group | None, option("of a run: averaged or trained", panel=LOOK)] = None,
+    tokens: Annotated[int, option("query tokens for recall", panel=LOOK, whole=(1, MANY))] = 256,
+    seed: Annotated[int, option("seed of the noise", panel=LOOK, whole=(0, MANY))] = 0,
+    weights: Annotated[opt.Group | None, option("averaged or trained weights of a run", panel=LOOK)] = None,
     pipeline: Annotated[str | None, option("Wan pipeline with an export's VAE and text encoder", panel=LOOK)] = None,
     device: opt.Device = None,
-    heads: Annotated[str | None, option("to draw (what fits)", panel=PAGE, metavar="N,...")] = None,
+    heads: Annotated[str | None, option("heads to draw (what fits)", panel=PAGE, metavar="N,...")] = None,
     queries: Annotated[str | None, option("query tiles to draw (what fits)", panel=PAGE, metavar="N,...")] = None,
-    megabytes: Annotated[float, option("size of the page, about", panel=PAGE, real=(1, 1000))] = 12,
+    megabytes: Annotated[float, option("approximate size limit of the page, MB", panel=PAGE, real=(1, 1000))] = 12,
 ) -> None:
     """See what a model attends to in a clip: selected tiles over its frames, recall, gates, overlap and popularity.
 
-    The clip is encoded, noised and looked at once per timestep. Written are inspect.html (one file, works without a
-    network), PNGs of the same, inspection.json and tables by head, by layer and by tile.
+    The clip is encoded and noised, and the model runs once per timestep. Writes inspect.html (one file, works offline),
+    PNGs, inspection.json and tables by head, layer and tile.
 
     \b
     vsa inspect outputs/quickstart/default clip.mp4

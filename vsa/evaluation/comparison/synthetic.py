@@ -27,16 +27,16 @@ def draw_captures(grid_thw: Grid, *, heads: int, head_dim: int, seed: int = 0, d
     """Structured fields and noise, both of one sample, float32.
 
     Fields: each channel is a Gaussian random field over the token grid that changes over 1, 2 or 4 tokens (by heads in
-    turn); keys are half made of the queries' field, so that tokens attend to what is like them; a few directions, of
-    fields as wide as the grid, join distant places; RoPE makes what is near count for more. Values are a smooth field
-    with as much noise. It says how methods treat such structure and nothing about a trained model.
+    turn); keys are an even mix of the queries' field and a second one, so similar tokens attend to each other; a few
+    directions, with fields as wide as the grid, connect distant places; RoPE favours nearby tokens. Values are a smooth
+    field with as much noise. They show how methods treat such structure, not how they treat a trained model.
 
     Args:
         grid_thw: token grid.
         heads: H.
         head_dim: D.
-        seed: of everything.
-        device: where the fields are made; numbers are drawn on the CPU, the same for every device.
+        seed: seed of all random numbers.
+        device: device of the fields; numbers are drawn on the CPU, the same for every device.
     """
     if min(*grid_thw, heads) < 1:
         raise ValueError(f"sizes must be at least 1, got grid {tuple(grid_thw)} and {heads} heads")
