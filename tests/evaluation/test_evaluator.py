@@ -60,6 +60,12 @@ def rows_of(path: Path) -> dict[int, dict[str, str]]:
         return {int(row["step"]): row for row in csv.DictReader(file)}
 
 
+def evaluated(run: Path, *words: str, step: int = 7, out: Path | None = None) -> dict[str, Any]:
+    """The record of a checkpoint that `vsa evaluate` writes."""
+    vsa_command("evaluate", str(run), *words, *(() if out is None else ("--out", str(out))))
+    return json.loads(((out or run / "evaluation") / f"step-{step:08}.json").read_text())
+
+
 def contents(folder: Path) -> dict[str, tuple[int, bytes]]:
     return {str(p): (p.stat().st_mtime_ns, p.read_bytes()) for p in folder.rglob("*") if p.is_file()}
 
@@ -95,12 +101,8 @@ def test_validation_loss_is_the_runs_own_and_every_checkpoint_has_a_row(trained:
     record = json.loads((tmp_path / "step-00000004.json").read_text())
     assert record["settings"]["prompts"] == ["a red circle", "a blue square"]
     assert (record["settings"]["steps"], record["settings"]["seed"]) == (1, 3)
-    files = {
-        "evaluation.csv",
-        "evaluation.png",
-        *(f"step-0000000{n}.{kind}" for n in (2, 4) for kind in ("json", "png")),
-    }
-    assert {p.name for p in tmp_path.iterdir()} == files
+    pictures = {f"step-0000000{n}.{kind}" for n in (2, 4) for kind in ("json", "png")}
+    assert {p.name for p in tmp_path.iterdir()} == {"evaluation.csv", "evaluation.png", *pictures}
     for name in ("evaluation.png", "step-00000004.png"):
         assert Image.open(tmp_path / name).size[0] > 200
 
@@ -123,8 +125,7 @@ def test_a_run_without_prompts_and_averages_needs_no_options(training):
     training("callbacks.ema=null", "callbacks.samples.steps=2", "callbacks.samples.flow_shift=4", "trainer.max_steps=2")
     run = training.folder()
     # as the README says it for finetune_wan_1_3b, but for the bar
-    vsa_command("evaluate", str(run), "--follow", "--min-psnr", "1", "--device", "cpu")
-    record = json.loads((run / "evaluation" / "step-00000002.json").read_text())
+    record = evaluated(run, "--follow", "--min-psnr", "1", "--device", "cpu", step=2)
     assert record["sampling"]["weights"] == "model"
     assert [record["sampling"][name] for name in ("steps", "guidance", "flow_shift")] == [2, 1, 4]
     assert record["reference_sampling"]["flow_shift"] == 4
@@ -137,14 +138,12 @@ def test_a_run_without_prompts_and_averages_needs_no_options(training):
     assert set(prompts) <= captions
     assert 4 <= len(captions) < toy.count / 2
     # what is asked for goes before
-    vsa_command("evaluate", str(run), "--device", "cpu", "--prompt", "a cat", "--shift", "2", "--no-val-loss")
-    record = json.loads((run / "evaluation" / "step-00000002.json").read_text())
+    record = evaluated(run, "--device", "cpu", "--prompt", "a cat", "--shift", "2", "--no-val-loss", step=2)
     assert (record["settings"]["prompts"], record["sampling"]["flow_shift"]) == (["a cat"], 2)
 
 
 def test_clips_are_compared_with_the_same_noise_run_dense(tiny: Path, tmp_path: Path):
-    vsa_command("evaluate", str(tiny), *QUICK, "--no-val-loss", "--guidance", "2", "--seed", "5")
-    record = json.loads((tiny / "evaluation" / "step-00000007.json").read_text())
+    record = evaluated(tiny, *QUICK, "--no-val-loss", "--guidance", "2", "--seed", "5")
     run = load_run(tiny, device="cpu")
     prompts = ["a red circle", "a blue square"]
     common = {"seed": 5, "steps": 1, "guidance": 2.0}
@@ -166,8 +165,7 @@ def test_equal_clips_are_infinite_in_json_csv_and_figure(tiny: Path, tiny_config
     config["sparsity"]["sparsity"] = 0.0
     change_state(tiny, config=config)
     bars = ("--min-psnr", "200", "--min-ssim", "0.9999", "--max-flicker-excess", "0")
-    vsa_command("evaluate", str(tiny), *QUICK, "--no-val-loss", *bars)
-    record = json.loads((tiny / "evaluation" / "step-00000007.json").read_text())
+    record = evaluated(tiny, *QUICK, "--no-val-loss", *bars)
     assert record["metrics"]["psnr"] == "inf"
     assert record["metrics"]["ssim"] == pytest.approx(1, abs=1e-5)
     assert float(rows_of(tiny / "evaluation" / "evaluation.csv")[7]["psnr"]) == math.inf
@@ -187,7 +185,7 @@ def test_a_secret_reaches_no_record(tiny: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_missed_bars_are_a_line_each_and_status_1(tiny: Path, command_line):
-    bars = (
+    bars = [
         "--min-psnr",
         "99",
         "--min-ssim",
@@ -198,7 +196,7 @@ def test_missed_bars_are_a_line_each_and_status_1(tiny: Path, command_line):
         "1",
         "--min-motion",
         "0",
-    )
+    ]
     status, out, err = command_line("evaluate", str(tiny), *QUICK, "--no-val-loss", *bars)
     assert status == 1
     lines = err.splitlines()
@@ -208,7 +206,7 @@ def test_missed_bars_are_a_line_each_and_status_1(tiny: Path, command_line):
     assert lines[2] == f"error: flicker {float(values['flicker']):.6g} is above the allowed 0.0001"
     assert "step 7 misses a bar: ssim" in out
     # the same bars within reach
-    bars = ("--min-psnr", "1", "--min-ssim", "-1", "--max-flicker", "1", "--max-black", "0", "--max-uniform", "0")
+    bars = ["--min-psnr", "1", "--min-ssim", "-1", "--max-flicker", "1", "--max-black", "0", "--max-uniform", "0"]
     status, out, err = command_line("evaluate", str(tiny), *QUICK, "--no-val-loss", *bars)
     assert (status, err) == (0, "")
 
@@ -263,10 +261,8 @@ def test_a_second_evaluation_takes_what_is_there_and_replaces_what_is_not(tiny: 
     # the run has removed step 7: its row stays; other settings replace the row of step 9
     shutil.rmtree(tiny / "checkpoints" / "step-00000007")
     vsa_command("evaluate", *command, "--seed", "1")
-    rows, old = (
-        rows_of(tiny / "evaluation" / "evaluation.csv"),
-        {int(r.split(",")[0]): r for r in first.splitlines()[1:]},
-    )
+    rows = rows_of(tiny / "evaluation" / "evaluation.csv")
+    old = {int(line.split(",")[0]): line for line in first.splitlines()[1:]}
     assert list(rows) == [7, 9]
     assert ",".join(rows[7].values()) == old[7]
     assert rows[9]["settings"] != rows[7]["settings"]
@@ -312,8 +308,7 @@ def test_a_distilled_run_is_compared_with_itself_dense_at_its_step_list(write_ti
     samples = {"steps": 7, "guidance": 2.5, "flow_shift": 4.0, "seed": 3}
     config = {**tiny_config(), "callbacks": {"samples": samples}}
     few = write_tiny_run(tmp_path / "few", config=config, step_list=STEPS)
-    vsa_command("evaluate", str(few), *AT_ITS_LIST)
-    record = json.loads((few / "evaluation" / "step-00000007.json").read_text())
+    record = evaluated(few, *AT_ITS_LIST)
     for name in ("sampling", "reference_sampling"):
         settings = [record[name][key] for key in ("steps", "step_list", "guidance", "flow_shift", "seed")]
         assert settings == [3, list(STEPS), 1, 1, 3], name
@@ -325,8 +320,7 @@ def test_a_distilled_run_is_compared_with_itself_dense_at_its_step_list(write_ti
     many = replace(run, step_list=None)
     euler = generate(many, PROMPTS, many.settings(seed=3, steps=3, guidance=1.0, flow_shift=1.0))
     assert psnr(sparse, euler) < record["metrics"]["psnr"] - 1
-    vsa_command("evaluate", str(few), *AT_ITS_LIST, "--guidance", "2", "--out", str(tmp_path / "guided"))
-    record = json.loads((tmp_path / "guided" / "step-00000007.json").read_text())
+    record = evaluated(few, *AT_ITS_LIST, "--guidance", "2", out=tmp_path / "guided")
     assert (record["sampling"]["guidance"], record["reference_sampling"]["guidance"]) == (2, 2)
 
 
@@ -338,8 +332,7 @@ def test_each_run_keeps_its_own_way_of_sampling_when_one_has_a_step_list(write_t
     runs = {"few": load_run(few, device="cpu"), "many": load_run(many, device="cpu")}
     clips = {name: generate(run, PROMPTS, run.settings()) for name, run in runs.items()}
     for name, reference in (("few", many), ("many", few)):
-        vsa_command("evaluate", str(tmp_path / name), *AT_ITS_LIST, "--reference", str(reference))
-        record = json.loads((tmp_path / name / "evaluation" / "step-00000007.json").read_text())
+        record = evaluated(tmp_path / name, *AT_ITS_LIST, "--reference", str(reference))
         for part, whose in (("sampling", name), ("reference_sampling", reference.name)):
             way = tuple(record[part][key] for key in ("steps", "step_list", "guidance", "flow_shift"))
             assert way == ways[whose], part
@@ -350,12 +343,9 @@ def test_progress_of_an_evaluation_reaches_its_total(write_tiny_run, tmp_path: P
     few = load_run(write_tiny_run(tmp_path / "few", step_list=STEPS), device="cpu")
     many = load_run(write_tiny_run(tmp_path / "many"), device="cpu")
     for run, reference, total in ((few, None, 12), (few, many, 2 * (3 + 32)), (many, few, 2 * (2 + 3))):
-        euler = {} if run is few else {"steps": 2}
+        steps, name = None if run is few else 2, "dense" if reference is None else "other"
         settings = EvaluationSettings(
-            prompts=tuple(PROMPTS),
-            **{"steps": None, "guidance": None, **euler},
-            val_loss=False,
-            reference="dense" if reference is None else "other",
+            prompts=tuple(PROMPTS), steps=steps, guidance=None, val_loss=False, reference=name
         )
         evaluator, steps = Evaluator(settings, reference=reference), []
         assert evaluator.clip_steps(run) == total
@@ -516,12 +506,8 @@ def test_runs_that_cannot_be_evaluated(write_tiny_run, trained: Path, command_li
     assert "step-00000007 has no ema weights" in error(str(plain), *QUICK, "--no-val-loss", "--weights", "ema")
     # a config is checked before anything of it is built for its captions
     config = read_checkpoint(trained / "checkpoints" / "step-00000004").state["config"]
-    evil_config = {
-        **config,
-        "data": {"_target_": "os.system", "command": f"touch {tmp_path / 'owned'}"},
-        "callbacks": {},
-    }
-    change_state(plain, config=evil_config)
+    evil = {"_target_": "os.system", "command": f"touch {tmp_path / 'owned'}"}
+    change_state(plain, config={**config, "data": evil, "callbacks": {}})
     assert "data=os.system is not allowed" in error(str(plain)).replace("._target_", "")
     assert not (tmp_path / "owned").exists()
     # nothing held out

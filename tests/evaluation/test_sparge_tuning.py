@@ -86,17 +86,9 @@ def test_a_file_for_every_head_and_its_page(captures, tmp_path, command_line):  
     assert (out / "tuned.json").read_bytes() == before
     # a comparison takes the file, whatever sizes it first tries a method with
     words = f"sparge tuned={out / 'tuned.json'} q_tokens=8 kv_tokens=4"
-    there = [
-        "--captures",
-        written(tmp_path / "one.safetensors", [1]),
-        "--out",
-        tmp_path / "compared",
-        "--repeats",
-        "1",
-        "--device",
-        "cpu",
-    ]
-    status, _, err = command_line("compare-attention", *map(str, there), "--method", words)
+    one = written(tmp_path / "one.safetensors", [1])
+    there = f"--captures {one} --out {tmp_path / 'compared'} --repeats 1 --device cpu".split()
+    status, _, err = command_line("compare-attention", *there, "--method", words)
     assert (status, err) == (0, "")
     rows = json.loads((tmp_path / "compared" / "comparison.json").read_text())["rows"]
     assert {row["method"] for row in rows} == {"full", words}

@@ -7,25 +7,18 @@ from pathlib import Path
 import matplotlib.axes
 import pytest
 
+from tests.evaluation.comparison.conftest import row_of
 from vsa.evaluation.comparison.figures import error_chart
-from vsa.evaluation.comparison.measure import Row
 from vsa.pages.charts import VISIBLE, draw_panel, plotly_panel
 from vsa.plotting import COLOURS
 
 METHODS = [f"method {number}" for number in range(VISIBLE + 3)]
 
 
-def row(method: str, density: float) -> Row:
-    times = {"ms": 1.0, "attention_ms": 1.0, "prediction_ms": 0.0, "speedup": 1.0, "repeats": 1}
-    errors = {"density": density, "visited": density, "recall": density, "error_l1": 1 - density, "error_l2": 0.1}
-    return Row(
-        method=f"{method} at {density}", family=method, capture="fields", layer=0, timestep=None, topk=None, tiles=None,
-        **errors, **times,
-    )  # fmt: skip
-
-
 def test_every_method_is_drawn_and_told_from_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    chart = error_chart([row(method, density) for method in METHODS for density in (0.25, 0.5)])
+    chart = error_chart(
+        [row_of(f"{name} at {x}", family=name, density=x, error_l1=1 - x) for name in METHODS for x in (0.25, 0.5)]
+    )
     panel = chart.panels["density", "fields"]
     traces = plotly_panel(panel, 9)["traces"]
     assert [trace["name"] for trace in traces if trace["visible"]] == METHODS

@@ -33,6 +33,8 @@ from vsa.pages.charts import draw_panel
 pytestmark = pytest.mark.filterwarnings("ignore:tiles .* are .* full")
 
 METHODS = ("video_sparse topk=2", "video_sparse topk=4", "staged stages=f score=oracle topk=2", "strided_window")
+FIELDS = ["--synthetic", "2", "4", "4", "--heads", "1", "--head-dim", "16", "--tile", "1", "2", "2"]
+FIELDS += ["--repeats", "1", "--device", "cpu"]
 EVIL = "<script>alert(1)</script><img src=http://evil.example/x>"
 
 
@@ -259,8 +261,7 @@ def test_a_dense_export_through_a_pipeline(tmp_path: Path, videos: Path):
 
 @pytest.mark.usefixtures("no_pictures")
 def test_a_secret_reaches_no_file(tmp_path: Path, monkeypatch, no_pictures):
-    words = ["--synthetic", "2", "4", "4", "--heads", "1", "--head-dim", "16", "--tile", "1", "2", "2"]
-    words += ["--repeats", "1", *options("video_sparse topk=2"), "--out", tmp_path]
+    words = [*FIELDS, *options("video_sparse topk=2"), "--out", tmp_path]
     for secret in (None, "synthetic, seed 0"):
         if secret:
             monkeypatch.setenv("HF_TOKEN", secret)
@@ -282,23 +283,8 @@ def test_a_method_that_does_not_fit_into_memory_is_left_out_and_told(tmp_path: P
         return attend(self, q, k, v, ctx)
 
     monkeypatch.setattr(PooledTail, "attend", too_large)
-    words = [
-        "--synthetic",
-        "2",
-        "4",
-        "4",
-        "--heads",
-        "1",
-        "--head-dim",
-        "16",
-        "--tile",
-        "1",
-        "2",
-        "2",
-        "--repeats",
-        "1",
-    ]
-    run_command(compare_attention, *words, *options("pooled_tail topk=2", "video_sparse topk=2"), "--out", tmp_path)
+    words = [*FIELDS, "--out", tmp_path]
+    run_command(compare_attention, *words, *options("pooled_tail topk=2", "video_sparse topk=2"))
     line = "pooled_tail topk=2 is left out on 1 of 2 captures: it did not fit into memory"
     assert line in capsys.readouterr().out
     assert line in Page((tmp_path / "comparison.html").read_text(encoding="utf-8")).texts
@@ -310,4 +296,4 @@ def test_a_method_that_does_not_fit_into_memory_is_left_out_and_told(tmp_path: P
     # any other error of a method is an error
     monkeypatch.setattr(PooledTail, "attend", lambda *_: torch.zeros(2) @ torch.zeros(3))
     with pytest.raises(RuntimeError, match="inconsistent tensor size"):
-        run_command(compare_attention, *words, *options("pooled_tail topk=2"), "--out", tmp_path)
+        run_command(compare_attention, *words, *options("pooled_tail topk=2"))

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from tests.evaluation.comparison.conftest import row_of
 from vsa.attention.denoising import DenoisingPlan
 from vsa.evaluation.comparison import terminal
 from vsa.evaluation.comparison.figures import HEADINGS, denoising_table, result_table
@@ -22,25 +23,8 @@ numbers = st.floats(1e-6, 1e9)
 
 
 def row(name: str, *, error: float, ms: float, prediction: float, topk: int | None) -> Row:
-    return Row(
-        method=name,
-        family=name,
-        capture="fields",
-        layer=0,
-        timestep=None,
-        topk=topk,
-        tiles=topk and 18,
-        density=0.9999,
-        visited=1.0,
-        recall=1.0,
-        error_l1=error,
-        error_l2=error,
-        ms=ms,
-        attention_ms=ms,
-        prediction_ms=prediction,
-        speedup=1 / ms,
-        repeats=1,
-    )
+    values = {"topk": topk, "tiles": topk and 18, "density": 0.9999, "speedup": 1 / ms, "prediction_ms": prediction}
+    return row_of(name, error_l1=error, error_l2=error, ms=ms, attention_ms=ms, **values)
 
 
 def printed(table: Table, width: int) -> list[str]:

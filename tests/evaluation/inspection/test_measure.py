@@ -273,15 +273,8 @@ def test_lists_of_other_tiles_than_the_layout_are_refused():
 
 @pytest.mark.parametrize("most", [10**9, 10**6, 10**5, 10**3])
 def test_what_a_page_shows_fits_and_is_spread(most):
-    choice = choose_shown(
-        layers=range(30),
-        num_heads=12,
-        num_queries=624,
-        num_tiles=624,
-        num_timesteps=5,
-        most_bytes=most,
-        first=(11, 400),
-    )
+    sizes = {"num_heads": 12, "num_queries": 624, "num_tiles": 624, "num_timesteps": 5}
+    choice = choose_shown(layers=range(30), **sizes, most_bytes=most, first=(11, 400))
     size = 5 * len(choice.layers) * len(choice.heads) * len(choice.queries) * 624 * 8 / 3
     assert size <= most or len(choice.layers) == len(choice.heads) == len(choice.queries) == 1
     for numbers in (choice.layers, choice.heads, choice.queries):
@@ -289,16 +282,7 @@ def test_what_a_page_shows_fits_and_is_spread(most):
     if most == 10**9:
         assert (len(choice.layers), len(choice.heads)) == (30, 12)
         assert {11, 400} <= set(choice.queries)
-    explicit = choose_shown(
-        layers=range(30),
-        num_heads=12,
-        num_queries=624,
-        num_tiles=624,
-        num_timesteps=5,
-        most_bytes=most,
-        heads=[3, 1],
-        queries=[7],
-    )
+    explicit = choose_shown(layers=range(30), **sizes, most_bytes=most, heads=[3, 1], queries=[7])
     assert (explicit.heads, explicit.queries) == ((1, 3), (7,))
 
 

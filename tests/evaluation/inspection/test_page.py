@@ -7,7 +7,6 @@ import io
 import json
 import re
 from functools import partial
-from html.parser import HTMLParser
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +15,7 @@ import torch
 from PIL import Image
 
 from tests.evaluation.inspection.test_measure import METHODS, look, make_model
+from tests.reports.test_report import Page
 from vsa.attention.full import FullAttention
 from vsa.attention.staged import StagedAttention
 from vsa.evaluation.attention_map import to_pixels
@@ -30,43 +30,13 @@ TIMES = [frame // 4 for frame in range(12)]
 EVIL = '</script><script>alert(1)</script> <img src=x onerror=alert(2)> "quoted" & Größe 猫'
 
 
-class Elements(HTMLParser):
-    """Start tags of a page with their attributes, and the text of its scripts."""
-
-    def __init__(self, text: str):
-        super().__init__()
-        self.found: list[tuple[str, dict[str, str | None]]] = []
-        self.scripts: list[str] = []
-        self.texts: list[str] = []
-        self.title = ""
-        self._inside = ""
-        self.feed(text)
-
-    def handle_starttag(self, tag, attrs):
-        self.found.append((tag, dict(attrs)))
-        self._inside = tag
-        if tag == "script":
-            self.scripts.append("")
-
-    def handle_endtag(self, tag):
-        self._inside = ""
-
-    def handle_data(self, data):
-        if self._inside == "script":
-            self.scripts[-1] += data
-        elif self._inside == "title":
-            self.title += data
-        else:
-            self.texts.append(data)
-
-
 def page_of(inspection: Inspection, folder: Path, **texts: str) -> tuple[str, dict]:
     """The page and the data in it."""
     texts = {"caption": "a clip", "note": "", **texts}
     facts = {"model": texts.pop("fact", "step 7")}
     path = write_page(inspection, folder / "inspect.html", video=VIDEO, times=TIMES, facts=facts, **texts)
     text = path.read_text(encoding="utf-8")
-    return text, json.loads(Elements(text).scripts[0])
+    return text, json.loads(Page(text).scripts[0])
 
 
 def array(data: dict, name: str, kind: str, *shape: int) -> np.ndarray:
@@ -115,7 +85,7 @@ def test_the_frames_are_the_clip_and_belong_to_their_tokens(inspection, tmp_path
     assert (data["frame_numbers"], data["times"], data["size"]) == (list(range(12)), TIMES, [48, 80])
     smooth = torch.linspace(0, 255, 80).byte().view(1, 1, 80, 1).expand(12, 48, 80, 3)
     path = write_page(inspection, tmp_path / "smooth.html", video=smooth, times=TIMES, caption="", facts={})
-    data = json.loads(Elements(path.read_text()).scripts[0])
+    data = json.loads(Page(path.read_text()).scripts[0])
     kind, _, content = data["frames"][5].partition(",")
     assert kind == "data:image/jpeg;base64"
     pixels = np.asarray(Image.open(io.BytesIO(base64.b64decode(content)))).astype(int)
@@ -151,21 +121,20 @@ def test_the_page_opens_on_a_frame_that_holds_its_query_tile(inspection, tmp_pat
 
 def test_nothing_comes_from_a_network_and_no_text_runs(inspection, tmp_path):
     text, _ = page_of(inspection, tmp_path, caption=EVIL, fact=EVIL, note=EVIL)
-    elements = Elements(text)
+    page = Page(text)
     plain, _ = page_of(inspection, tmp_path)
     # scripts and elements are those of a harmless page: the caption's ended nothing
-    assert elements.scripts == Elements(plain).scripts
-    assert {tag for tag, _ in elements.found} - {tag for tag, _ in Elements(plain).found} == {"ul", "li"}
-    assert elements.texts.count(EVIL) == 2
-    assert elements.title == f"inspect: {EVIL}"
-    assert f"inspect: {EVIL}" in elements.texts
+    assert page.scripts == Page(plain).scripts
+    assert {tag for tag, _ in page.elements} - {tag for tag, _ in Page(plain).elements} == {"ul", "li"}
+    # fact and note, title and heading
+    assert (page.texts.count(EVIL), page.texts.count(f"inspect: {EVIL}")) == (2, 2)
     # no address of any kind, in attributes, styles or scripts, that a browser would fetch
     plain = re.sub(r'"(data:image/jpeg;base64,)?[A-Za-z0-9+/=]{16,}"', '""', plain)
     assert len(plain) < 60_000
     assert not re.search(r"https?:|//\w|@import|url\(|fetch\(|XMLHttpRequest|WebSocket|import\(", plain)
-    for _, attributes in Elements(plain).found:
+    for _, attributes in Page(plain).elements:
         assert not {"src", "href", "action", "srcset"} & set(attributes)
-    policy = next(a["content"] for _, a in elements.found if a.get("http-equiv") == "Content-Security-Policy")
+    policy = next(a["content"] for _, a in page.elements if a.get("http-equiv") == "Content-Security-Policy")
     assert re.match(
         r"default-src 'none'; script-src ('sha256-\S+' ?){2}; style-src 'unsafe-inline'; img-src data: blob:;", policy
     )
