@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import pickle
 import re
-import sys
 import tarfile
 import zipfile
 from collections.abc import Mapping
@@ -30,12 +29,11 @@ class Bomb:
 
 
 def arm(folder: Path) -> Path:
-    """Put the hostile package on the path of this process and its forks; returns the path of the proof."""
+    """Write the hostile package and a pickle below a folder; returns the path of the proof."""
     proof, package = folder / "proof", folder / "path" / PACKAGE
     package.mkdir(parents=True)
     (package / "__init__.py").write_text(f"from pathlib import Path\n\nPath({str(proof)!r}).touch()\n")
     (folder / "bomb.pt").write_bytes(pickle.dumps(Bomb(proof)))
-    sys.path.insert(0, str(package.parent))
     return proof
 
 
@@ -67,17 +65,17 @@ TARGETS: tuple[Any, ...] = (
 """Hostile values of `_target_`."""
 
 KEYS = (
+    *("callbacks.x", "callbacks.checkpoint", "logger.x", "logger.csv", "task", "task.objective", "task.parallel"),
     *(
-        "callbacks.x",
-        "callbacks.checkpoint",
-        "logger.x",
-        "logger.csv",
-        "task",
-        "task.objective",
         "task.objective.shift",
+        "model",
+        "model.norm",
+        "attention",
+        "sparsity",
+        "data",
+        "data.codec",
+        "data.text_encoder",
     ),
-    *("task.parallel", "model", "model.norm", "attention", "sparsity", "data", "data.codec", "data.text_encoder"),
-    *("optim", "optim.schedule", "trainer"),
 )
 """Keys of the config with a `_target_`."""
 
@@ -94,7 +92,7 @@ def _logging(handler: Any, **more: Any) -> dict[str, Any]:
 
 
 def hydra_nodes(proof: Path) -> dict[str, dict[str, Any]]:
-    """40 hostile nodes for the `hydra` part of a config, by a description."""
+    """Hostile nodes for the `hydra` part of a config, by a description: they run code, or write into other folders."""
     bomb = str(proof.with_name("bomb.pt"))
     callbacks = {
         "a package": _EVIL,
@@ -143,6 +141,9 @@ def hydra_nodes(proof: Path) -> dict[str, dict[str, Any]]:
         "attributes": _logging({**_HANDLER, ".": {"x": 1}}),
         "a file": _logging({"class": "logging.FileHandler", "filename": str(proof)}),
         "a formatter": _logging({**_HANDLER, "formatter": "f"}, formatters={"f": {"class": f"{PACKAGE}.F"}}),
+        "a file of another run": _logging(
+            {"class": "logging.FileHandler", "filename": str(proof.with_name("precious")), "mode": "w"}
+        ),
         "a filter": _logging({**_HANDLER, "filters": ["f"]}, filters={"f": {"()": f"{PACKAGE}.F"}}),
     }
     return {
@@ -151,6 +152,13 @@ def hydra_nodes(proof: Path) -> dict[str, dict[str, Any]]:
         **{f"sweeper, {name}": {"sweeper": node} for name, node in sweepers.items()},
         **{f"logging, {name}": {"job_logging": node} for name, node in loggings.items()},
         "hydra's logging": {"hydra_logging": loggings["a class"]},
+        "folder of a run": {"run": {"dir": str(proof)}},
+        "folder of a sweep": {"sweep": {"dir": str(proof), "subdir": "."}},
+        "folder of an output": {"output_subdir": str(proof)},
+        "folder of a launcher": {
+            "launcher": {"_target_": f"{_SUBMITIT}SlurmLauncher", "submitit_folder": str(proof.with_name("precious"))}
+        },
+        "another working folder": {"job": {"chdir": True}},
         "environment": {"job": {"env_set": {"PYTHONPATH": str(proof.parent), "LD_PRELOAD": bomb}}},
     }
 
