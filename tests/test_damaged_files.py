@@ -36,6 +36,7 @@ from vsa.sweeps.record import SweepRecord
 from vsa.training.callbacks.nan_dump import read_batches, write_batches
 from vsa.training.metrics_csv import MetricsCSV
 
+pytestmark = pytest.mark.soak("damaged files of reports, sweeps, captures, dumps and exports")
 LEAVES: tuple[Any, ...] = (None, 5, -1, "x", [], {}, [[]], True, float("inf"), 10**30, "\ud800")
 
 

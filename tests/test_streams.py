@@ -59,6 +59,7 @@ STREAMS = {
 }
 
 
+@pytest.mark.soak("closed, full and unread streams of commands")
 @pytest.mark.parametrize("redirection", STREAMS.values(), ids=STREAMS)
 def test_streams_change_neither_files_nor_status(tmp_path, redirection):
     status, told = streams(tmp_path, redirection)
@@ -69,6 +70,7 @@ def test_streams_change_neither_files_nor_status(tmp_path, redirection):
     assert ("out" in told, "err" in told) == ((not redirection,) * 2)
 
 
+@pytest.mark.soak("closed, full and unread streams of commands")
 @pytest.mark.parametrize(("redirection", "status"), [(">&9", 141), (">&-", 0), (">/dev/full", 28)])
 def test_a_command_that_prints_its_result_says_by_its_status_that_it_was_lost(tmp_path, redirection, status):
     actual, told = streams(tmp_path, redirection + " 2> err", "config")

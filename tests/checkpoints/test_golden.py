@@ -341,6 +341,7 @@ CHECKS_NOTHING: dict[str, tuple[Callable[..., Any], str]] = {
 }
 
 
+@pytest.mark.soak("convert, merge and verify-export of damaged files")
 @pytest.mark.parametrize("name", CHECKS_NOTHING)
 def test_a_file_that_checks_nothing_is_refused(name, tmp_path, command_line):
     """An empty or half list of cases conformed, whatever the weights."""
@@ -353,6 +354,7 @@ def test_a_file_that_checks_nothing_is_refused(name, tmp_path, command_line):
     assert re.search(message, err.strip()), err
 
 
+@pytest.mark.soak("convert, merge and verify-export of damaged files")
 @pytest.mark.parametrize("value", [1e9, 0.021, 0.0, -1.0, math.nan, math.inf])
 def test_the_checked_file_does_not_choose_the_tolerance(value, tmp_path, command_line):
     export(tmp_path / "out")

@@ -390,6 +390,7 @@ CHANGES: dict[str, tuple[Callable[[Runs], object], str]] = {
 }
 
 
+@pytest.mark.soak("convert, merge and verify-export of damaged files")
 @pytest.mark.parametrize("name", CHANGES)
 def test_sources_that_do_not_fit_are_refused(name, runs):
     change, message = CHANGES[name]

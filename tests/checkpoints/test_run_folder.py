@@ -6,6 +6,7 @@ import errno
 import json
 import multiprocessing
 import os
+import random
 import re
 import shutil
 import signal
@@ -520,29 +521,32 @@ def test_an_overwritten_run_is_removed_when_the_new_one_has_made_a_step(training
 
 
 class Second(L.Callback):
-    """Tries to start the same run once more in the first step."""
+    """Tries to start the same run once more in some step."""
 
-    def __init__(self, start):
-        self.start, self.refused = start, ""
+    def __init__(self, start, step: int):
+        self.start, self.step, self.refused = start, step, ""
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        if batch_idx == 0:
+        if batch_idx == self.step:
             with pytest.raises(ValueError) as error:
                 self.start()
             self.refused = str(error.value)
 
 
-def test_two_runs_do_not_share_a_folder(training):
+@pytest.mark.soak("two runs in one folder at once", tries=12, short=1)
+def test_two_runs_do_not_share_a_folder(attempt, training):
+    training("trainer.max_steps=4", "run=alone")
+    draw = random.Random(attempt)
     seconds = [
-        Second(lambda extra=extra: training("trainer.max_steps=2", *extra))
+        Second(lambda extra=extra: training("trainer.max_steps=4", *extra), draw.randrange(4))
         for extra in ((), ("overwrite=true",), ("ckpt_path=last",))
     ]
-    training("trainer.max_steps=2", callbacks=tuple(seconds))
+    training("trainer.max_steps=4", callbacks=tuple(seconds))
     for second in seconds:
         assert f"{training.folder()} is in use by process {os.getpid()}" in second.refused
-    assert sorted(training.losses()) == [1, 2]
-    # nothing is left to keep the next one out
-    assert [p.name for p in training.folder().parent.iterdir()] == ["default"]
+    # the first ends as it would alone, and nothing is left to keep the next one out
+    assert training.losses() == training.losses("alone")
+    assert sorted(p.name for p in training.folder().parent.iterdir()) == ["alone", "default"]
 
 
 def test_overwriting_cannot_leave_the_folder_of_the_run(training):

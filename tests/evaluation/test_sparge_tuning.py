@@ -166,6 +166,7 @@ def test_a_pipeline_is_tuned_and_samples_with_its_settings(tmp_path, command_lin
     assert "q_tokens" in err.splitlines()[-1]
 
 
+@pytest.mark.soak("tune-sparge on damaged files")
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -184,6 +185,7 @@ def test_tensors_that_cannot_be_tuned_on_are_one_line(damage, message, tmp_path,
     assert err.count("\n") == 1
 
 
+@pytest.mark.soak("tune-sparge on damaged files")
 def test_a_damaged_table_of_points_is_named(captures, tmp_path, command_line):  # noqa: F811
     out = tmp_path / "tuned"
     assert tune(command_line, "--captures", captures, "--out", out)[0] == 0

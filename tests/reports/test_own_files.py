@@ -13,6 +13,7 @@ from tests.reports.test_report import pictures_left_out  # noqa: F401 (a fixture
 from vsa.reports.report import report
 from vsa.sampling.sample_writer import DATA_CLIPS
 
+pytestmark = pytest.mark.soak("report pages hold bytes of their run alone")
 SECRET = b"what nobody may share, " * 5
 
 

@@ -186,6 +186,7 @@ def test_the_page_holds_what_was_found(sweep: Path, capsys):
     assert [attrs["alt"] for attrs in gifs] == ["a red circle"] * 3 + [EVIL] * 3
 
 
+@pytest.mark.soak("report pages of hostile names")
 @pytest.mark.usefixtures("pictures_left_out")
 def test_text_of_strangers_stays_text(sweep: Path):
     text = report([sweep]).read_text(encoding="utf-8")

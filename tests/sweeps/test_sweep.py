@@ -116,7 +116,10 @@ variants:
 """
 
 
-def test_a_sweep_that_is_killed_goes_on_with_what_is_missing(command_line, forked, tmp_path, monkeypatch):
+@pytest.mark.soak("killed sweeps and killed runs of sweeps", tries=8, short=1)
+def test_a_sweep_that_is_killed_goes_on_with_what_is_missing(attempt, command_line, forked, tmp_path, monkeypatch):
+    # the sweep, or a run of it
+    sweep_dies, stop = attempt % 2 == 0, 2 + attempt // 2 % 4
     words = [*own_sweep(tmp_path, POINTS), *TINY, "trainer.max_steps=6", f"output_dir={tmp_path / 'out'}"]
     words += ["sweep.cores=1", "sweep.name=own", "sweep.control=false", "trainer.val_check_interval=3"]
     folder = tmp_path / "out" / "pretrain" / "own"
@@ -128,18 +131,20 @@ def test_a_sweep_that_is_killed_goes_on_with_what_is_missing(command_line, forke
 
     def stands_still(self, batch, batch_idx):
         # until the sweep is killed: on no machine is the run at its end before
-        return step(self, batch, batch_idx) if batch_idx < 2 else signal.pause()
+        return step(self, batch, batch_idx) if batch_idx < stop else signal.pause()
 
     parent = os.fork()
     if parent == 0:
         monkeypatch.setattr(PretrainModule, "training_step", stands_still)
         status, _, _ = command_line("train.py", "-m", "sweep=mine", *words)
         os._exit(status)
-    wait_for((folder / "f" / "checkpoints" / "step-00000002").exists)
-    os.kill(parent, signal.SIGKILL)
+    wait_for((folder / "f" / "checkpoints" / f"step-{stop // 2 * 2:08d}").exists)
+    children = [path.read_text().split() for path in Path(f"/proc/{parent}/task").glob("*/children")]
+    (run,) = (int(pid) for pids in children for pid in pids)
+    os.kill(parent if sweep_dies else run, signal.SIGKILL)
     os.waitpid(parent, 0)
     before = record(folder)
-    assert [before[name]["status"] for name in ("f", "many")] == ["running", "refused"]
+    assert [before[name]["status"] for name in ("f", "many")] == ["running" if sweep_dies else "failed", "refused"]
     assert before["many"]["reason"] == "topk=99 is above the number of tiles, 8"
 
     status, out, err = command_line("sweep", "mine", *words)

@@ -83,6 +83,7 @@ def _together() -> list[tuple[tuple[str, str], ...]]:
 PACKAGES = {"csv": "torch", "tensorboard": "tensorboard", "wandb": "wandb"}
 
 
+@pytest.mark.soak("shipped configs compose and build")
 @pytest.mark.parametrize(
     "choices",
     [

@@ -84,6 +84,7 @@ OTHER_FOLDERS = {
 }
 
 
+@pytest.mark.soak("settings that lead into another run")
 @pytest.mark.parametrize("key", OTHER_FOLDERS)
 def test_no_object_of_a_run_writes_to_another_run(runs, key):
     message = unharmed(runs, "run=other", "trainer.max_steps=3", f"+{key}={OTHER_FOLDERS[key]}")
@@ -93,6 +94,7 @@ def test_no_object_of_a_run_writes_to_another_run(runs, key):
     )
 
 
+@pytest.mark.soak("settings that lead into another run")
 def test_an_experiment_file_cannot_either(runs, command_line, tmp_path):
     folder = runs.folder("precious")
     (tmp_path / "experiment").mkdir()
@@ -111,6 +113,7 @@ def test_an_experiment_file_cannot_either(runs, command_line, tmp_path):
     assert contents(runs.output) == before
 
 
+@pytest.mark.soak("settings that lead into another run")
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -145,6 +148,7 @@ def test_names_and_links_lead_to_no_other_run(runs, settings, message):
         shutil.rmtree(linked)
 
 
+@pytest.mark.soak("settings that lead into another run")
 def test_a_sweep_writes_to_no_run(runs, command_line, monkeypatch):
     monkeypatch.chdir(runs.output.parent)
     before = contents(runs.output.parent)

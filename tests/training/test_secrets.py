@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 from tests.tiny_runs import ROOT
 
+pytestmark = pytest.mark.soak("secrets in settings, files, names and messages")
 CANARY = "c4n4ry-0f-a-k3y"
 
 
@@ -96,3 +98,46 @@ def test_a_traceback_of_a_command_has_no_secret(tmp_path):
     )
     assert (result.returncode, CANARY in result.stdout + result.stderr) == (1, False)
     assert "RuntimeError: a defect with <secret>" in result.stderr
+
+
+WANDB = ("logger=wandb", "logger.wandb.offline=true")
+SAMPLED = "callbacks.samples.steps=1"
+WAYS: dict[str, tuple[int, tuple[str, ...]]] = {
+    "a new setting": (1, ("+note=${oc.env:MY_API_KEY}",)),
+    "a checkpoint that is missing": (1, ("ckpt_path=${oc.env:MY_API_KEY}/x",)),
+    "the environment": (0, ()),
+    "the environment, wandb": (0, WANDB),
+    "a prompt, wandb": (0, (*WANDB, SAMPLED, f"callbacks.samples.prompts=['a {CANARY} circle']")),
+    "an experiment": (0, (SAMPLED, "--config-dir=FOLDER", "experiment=mine")),
+}
+
+
+@pytest.mark.usefixtures("in_environment")
+@pytest.mark.parametrize("way", [pytest.param(way, marks=[pytest.mark.slow] if "wandb" in way else []) for way in WAYS])
+def test_no_way_leads_a_secret_into_a_run(way, command_line, tiny_overrides, tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    (tmp_path / "experiment").mkdir()
+    prompts = f"callbacks: {{samples: {{prompts: [the {CANARY}]}}}}\n"
+    (tmp_path / "experiment" / "mine.yaml").write_text(f"# @package _global_\n{prompts}")
+    status, words = WAYS[way]
+    own = [word for word in tiny_overrides if way != "an experiment" or "prompts" not in word]
+    words = [word.replace("FOLDER", str(tmp_path)) for word in words]
+    short = (f"output_dir={tmp_path / 'out'}", "trainer.max_steps=2")
+    actual, out, err = command_line("train.py", *own, *short, *words)
+    assert (actual, CANARY in out + err) == (status, False), out + err
+    # names of files may lack the separators
+    pattern = re.compile(re.sub(r"\W", r"[^a-z0-9]?", CANARY).encode())
+    for path in (tmp_path / "out").rglob("*"):
+        assert not pattern.search(path.name.encode())
+        assert not path.is_file() or not pattern.search(path.read_bytes()), path
+
+
+@pytest.mark.slow
+def test_a_traceback_of_hydra_has_no_secret(tmp_path):
+    # known by the name of its setting alone
+    path = os.pathsep.join((str(ROOT), str(ROOT / "kernels")))
+    env = {**os.environ, "HYDRA_FULL_ERROR": "1", "PYTHONPATH": path}
+    command = [sys.executable, str(ROOT / "train.py"), f"output_dir={tmp_path}", f"+hf_token={CANARY}"]
+    result = subprocess.run(command, capture_output=True, text=True, env=env, cwd=tmp_path, check=False)
+    output = result.stdout + result.stderr
+    assert (result.returncode, CANARY in output, "hf_token" in output) == (1, False, True)

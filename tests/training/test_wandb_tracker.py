@@ -51,6 +51,7 @@ def told(capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -
     return out + err + caplog.text
 
 
+@pytest.mark.soak("a tracker whose server answers, hangs, refuses or dies")
 @pytest.mark.parametrize("mood", ["answers", "refuses", "hangs", "dies"])
 def test_a_run_trains_to_its_end_whatever_the_server_does(mood, training, monkeypatch, capsys, caplog):
     caplog.set_level("INFO")
@@ -82,6 +83,7 @@ def test_a_run_that_wandb_followed_can_be_resumed(training):
     assert any(path.is_symlink() for path in logs)
 
 
+@pytest.mark.soak("secrets in settings, files, names and messages")
 def test_offline_files_hold_no_command_line_and_no_output(tmp_path, monkeypatch):
     import wandb
 
