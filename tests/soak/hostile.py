@@ -66,16 +66,8 @@ TARGETS: tuple[Any, ...] = (
 
 KEYS = (
     *("callbacks.x", "callbacks.checkpoint", "logger.x", "logger.csv", "task", "task.objective", "task.parallel"),
-    *(
-        "task.objective.shift",
-        "model",
-        "model.norm",
-        "attention",
-        "sparsity",
-        "data",
-        "data.codec",
-        "data.text_encoder",
-    ),
+    *("task.objective.shift", "model", "model.norm", "attention", "sparsity", "data", "data.codec"),
+    *("data.text_encoder", "optim", "optim.schedule", "trainer"),
 )
 """Keys of the config with a `_target_`."""
 
