@@ -47,7 +47,6 @@ OPTIONS = {
         for more in (
             {"rule": "topk"},
             {"rule": "cdf", "tau": 0.5, "threshold": -3.0},
-            {"rule": "cdf", "tau": 0.5, "smooth_k": False, "similarity": "gram"},
             {"rule": "cdf", "tau": 0.5, "theta": -1.0, "order": "hilbert"},
         )
     ],

@@ -169,7 +169,6 @@ TUNED = {
     "q_tokens": 16,
     "kv_tokens": 8,
     "order": "hilbert",
-    "readings": {},
     "keeps_sum": True,
     "made": {},
     "found": {"0": HEADS, "1": HEADS[::-1]},

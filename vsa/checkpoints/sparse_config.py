@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 from vsa.attention.denoising import DenoisingPlan, DenoisingTopk, Row, Topk, last_from, per_layer, range_at
 from vsa.attention.layout import Partition
 from vsa.attention.named import WITHOUT_PARAMETERS, refuse_settings
+from vsa.attention.sparge.mask import without_readings
 from vsa.attention.sparsity import Budget, ConstantSparsity
 from vsa.attention.tiling import BlockOrder
 from vsa.files import inner_name, parse_json, read_text, write_whole
@@ -291,6 +292,8 @@ class SparseAttentionConfig:
         try:
             ranges = tuple(TopkRange(**part) for part in values["topk_ranges"])
             steps = tuple(StepTopk(**part) for part in values.get("step_topk", ()))
+            if values["method"] == "sparge" and isinstance(values.get("settings"), Mapping):
+                values["settings"] = without_readings(values["settings"])
             return cls(**{**values, "topk_ranges": ranges, "step_topk": steps})
         except TypeError as error:
             raise ValueError(f"a value has the wrong type ({error})") from None

@@ -209,7 +209,7 @@ def _finished(path: Path, settings: Tuned) -> Mapping[int, Sequence[HeadSettings
         return {}
     tuned = read_tuned(str(path))
     hint = "choose another folder with --out"
-    shape = {name: getattr(settings, name) for name in (*SHAPE, "readings", "keeps_sum")}
+    shape = {name: getattr(settings, name) for name in (*SHAPE, "keeps_sum")}
     try:
         tuned.refuse_other(str(path), **shape)
     except ValueError as error:

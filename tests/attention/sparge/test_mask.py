@@ -6,26 +6,18 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from vsa_kernels import block_mean_and_similarity
 from vsa_kernels.block_index import Blocks
 
 from tests.attention.sparge.oracle import mask
 from vsa.attention.selection import Shares, sparge_top_p
-from vsa.attention.sparge.mask import Readings, block_statistics, first_stage, mean_and_similarity
+from vsa.attention.sparge.mask import block_statistics, first_stage
 
 SETTINGS = {
     "heads": st.sampled_from([(1, 1), (2, 2), (4, 2)]),
     "tokens": st.tuples(st.integers(1, 23), st.integers(1, 29)),
     "sizes": st.tuples(st.integers(1, 8), st.integers(1, 8)),
     "alike": st.floats(0, 3),
-    "readings": st.builds(
-        Readings,
-        similarity=st.sampled_from(["cosine", "gram"]),
-        scaled=st.booleans(),
-        smooth_k=st.booleans(),
-        ragged_differs=st.booleans(),
-        attention_sink=st.booleans(),
-        causal=st.booleans(),
-    ),
     "seed": st.integers(0, 1 << 30),
 }
 SHARES = st.sampled_from([0.1, 0.3, 0.5, 0.7, 0.9, 0.97, 1.0])
@@ -48,12 +40,12 @@ def fields(tokens, heads, alike, seed, batch=2, dim=5):
     return one(tokens[0], heads[0]), one(tokens[1], heads[1])
 
 
-def check(heads, tokens, sizes, alike, readings, seed, tau, theta, topk=None):
+def check(heads, tokens, sizes, alike, seed, tau, theta, topk=None):
     """Whether every head's mask is that of the definition; False where a decision is a tie."""
     q, k = fields(tokens, heads, alike, seed)
     q_blocks, kv_blocks = (blocks_of(n, size) for n, size in zip(tokens, sizes, strict=True))
     taus, thetas = (torch.tensor(values[: heads[0]], dtype=torch.float64) for values in (tau, theta))
-    statistics = block_statistics(q, k, q_blocks, kv_blocks, readings)
+    statistics = block_statistics(q, k, q_blocks, kv_blocks)
     actual = first_stage(statistics, Shares(taus) if topk is None else topk, thetas).to_dense(kv_blocks.num).int()
     assert actual.shape == (2, heads[0], q_blocks.num, kv_blocks.num)
     clear = True
@@ -66,12 +58,6 @@ def check(heads, tokens, sizes, alike, readings, seed, tau, theta, topk=None):
                 kv_tokens=sizes[1],
                 tau=tau[h],
                 theta=theta[h],
-                similar=readings.similarity,
-                scaled=readings.scaled,
-                smooth=readings.smooth_k,
-                ragged=readings.ragged_differs,
-                sink=readings.attention_sink,
-                causal=readings.causal,
                 topk=topk,
             )
             # 2^-32 is the grain of the softmax, see `RowRule`
@@ -94,36 +80,6 @@ def test_masks_are_those_of_the_definition(**setting):
 @given(**SETTINGS, **FOUR)
 def test_thousands_of_masks_are_those_of_the_definition(**setting):
     check(**setting)
-
-
-def case(readings=Readings(), *, tau=(0.5,) * 4, theta=(0.3,) * 4, **changes):  # noqa: B008
-    base = {"heads": (4, 2), "tokens": (45, 58), "sizes": (8, 4), "alike": 1.0, "seed": 5, "topk": None}
-    return check(**base | {"readings": readings, "tau": tau, "theta": theta} | changes)
-
-
-@pytest.mark.parametrize(
-    "readings",
-    [
-        Readings(),
-        Readings(similarity="gram"),
-        Readings(scaled=False),
-        Readings(smooth_k=False),
-        Readings(ragged_differs=True),
-        Readings(attention_sink=True),
-        Readings(causal=True),
-    ],
-    ids=lambda readings: repr(readings).removeprefix("Readings"),
-)
-def test_a_definition_with_another_reading_is_noticed(readings):
-    """No tie in this problem, so the definition decides every entry; that of another reading gives other masks."""
-    assert case(readings)
-    q, k = fields((45, 58), (4, 2), 1.0, 5)
-    blocks = blocks_of(45, 8), blocks_of(58, 4)
-    masks = {
-        reading: first_stage(block_statistics(q, k, *blocks, reading), sparge_top_p(0.5), 0.3).to_dense(15)
-        for reading in (readings, Readings())
-    }
-    assert readings == Readings() or not torch.equal(*masks.values())
 
 
 def masks_at(tau, theta, tokens=(40, 58), seed=1):
@@ -160,30 +116,27 @@ def test_the_order_inside_a_block_does_not_matter():
     blocks = blocks_of(40, 8), blocks_of(56, 4)
     inside = torch.arange(40).view(5, 8).flip(1).flatten(), torch.arange(56).view(14, 4).roll(1, 1).flatten()
     across = torch.arange(40).roll(3), torch.arange(56).roll(3)
-    for readings in (Readings(), Readings(similarity="gram")):
-        masks = [
-            first_stage(block_statistics(q[:, a], k[:, b], *blocks, readings), sparge_top_p(0.6), 0.3).to_dense(14)
-            for a, b in ((torch.arange(40), torch.arange(56)), inside, across)
-        ]
-        assert torch.equal(masks[0], masks[1])
-        assert not torch.equal(masks[0], masks[2])
+    masks = [
+        first_stage(block_statistics(q[:, a], k[:, b], *blocks), sparge_top_p(0.6), 0.3).to_dense(14)
+        for a, b in ((torch.arange(40), torch.arange(56)), inside, across)
+    ]
+    assert torch.equal(masks[0], masks[1])
+    assert not torch.equal(masks[0], masks[2])
 
 
 def test_similarity_of_known_blocks():
     tokens = torch.tensor([[3.0, 0.0], [3.0, 0.0], [0.0, 1.0], [0.0, 0.0], [0.0, 0.0]])[None, :, None]
     blocks = Blocks.from_sizes([2, 1, 2])
-    assert mean_and_similarity(tokens, blocks)[1].flatten().tolist() == [1.0, 1.0, 0.0]
+    assert block_mean_and_similarity(tokens, blocks)[1].flatten().tolist() == [1.0, 1.0, 0.0]
     blocks = Blocks.from_sizes([3, 2])
     # unit tokens x, x, y and 3x, 3x, y
-    assert mean_and_similarity(tokens, blocks)[1][0, 0].item() == pytest.approx((4 + 1) / 9)
-    _, gram = mean_and_similarity(tokens, blocks, Readings(similarity="gram"))
-    assert gram.flatten().tolist() == pytest.approx([(36 + 1) / 9 / 9, 0.0])
+    assert block_mean_and_similarity(tokens, blocks)[1][0, 0].item() == pytest.approx((4 + 1) / 9)
 
 
 def test_similarity_of_noise_is_that_of_the_paper():
     """Random tokens have 1/n by the code's formula: its "Random Sim-k" of .019 for 64 keys, Table 9."""
     noise = torch.randn(1, 64 * 200, 1, 128, generator=torch.Generator().manual_seed(0))
-    actual = mean_and_similarity(noise, blocks_of(64 * 200, 64))[1].mean().item()
+    actual = block_mean_and_similarity(noise, blocks_of(64 * 200, 64))[1].mean().item()
     assert actual == pytest.approx(1 / 64, rel=0.05)
 
 
@@ -194,12 +147,10 @@ def test_samples_have_a_mean_of_their_own():
     blocks = blocks_of(48, 8), blocks_of(48, 4)
     same = torch.arange(6)[:, None] // 3 == torch.arange(12) // 6
     spans = ((0, 24), (24, 48))
-    statistics = block_statistics(q, k, *blocks, Readings(attention_sink=True), samples=spans, candidates=same)
+    statistics = block_statistics(q, k, *blocks, samples=spans, candidates=same)
     packed = first_stage(statistics, sparge_top_p(0.6), 0.3).to_dense(12)
     assert not packed[:, :, ~same].any()
     for a, b in spans:
-        alone = block_statistics(
-            q[:, a:b], k[:, a:b], blocks_of(24, 8), blocks_of(24, 4), Readings(attention_sink=True)
-        )
+        alone = block_statistics(q[:, a:b], k[:, a:b], blocks_of(24, 8), blocks_of(24, 4))
         own = first_stage(alone, sparge_top_p(0.6), 0.3).to_dense(6)
         assert torch.equal(packed[:, :, a // 8 : b // 8, a // 4 : b // 4], own)

@@ -13,9 +13,8 @@ from vsa.attention.context import AttnContext
 from vsa.attention.denoising import DenoisingPass
 from vsa.attention.full import dense_attn
 from vsa.attention.layout import Segment
-from vsa.attention.sparge.mask import Readings
 from vsa.attention.sparge.method import SpargeAttention
-from vsa.attention.sparge.tuned import HeadSettings, Tuned
+from vsa.attention.sparge.tuned import HeadSettings, Tuned, read_tuned
 from vsa.models.video_dit import VideoDiT
 
 SIZES = {"dim": 20, "num_heads": 4, "head_dim": 5}
@@ -237,7 +236,6 @@ def test_heads_have_settings_of_their_own(tmp_path):
         ({"found": {0: [HeadSettings(tau=1, theta=0)] * 4}}, {}, "has no layer 1, but 1 of 2"),
         ({}, {"kv_tokens": 8}, "was tuned for kv_tokens=4, got kv_tokens=8"),
         ({}, {"order": "raster"}, "was tuned for order=hilbert, got order=raster"),
-        ({}, {"scaled": False}, r"was tuned for readings=Readings\(.*scaled=True"),
         (
             {"found": {0: [HeadSettings(tau=1.5, theta=0)] * 4}},
             {},
@@ -289,11 +287,10 @@ def test_dense_layers_skip_nothing(rule):
     assert not torch.allclose(run(method, (3, 4, 5), qkv)[0], dense_attn(*qkv), atol=1e-3)
 
 
-@pytest.mark.parametrize("smooth_k", [True, False])
-def test_nan_is_not_hidden(smooth_k):
+def test_nan_is_not_hidden():
     q, k, v = fields((3, 4, 5))
     k[0, 30, 2] = math.nan
-    method = SpargeAttention(**SIZES, q_tokens=8, kv_tokens=4, tau=0.3, theta=-1.0, smooth_k=smooth_k)
+    method = SpargeAttention(**SIZES, q_tokens=8, kv_tokens=4, tau=0.3, theta=-1.0)
     out, _ = run(method, (3, 4, 5), (q, k, v))
     assert out[0, :, 2].isnan().all()
     assert out[0, :, [0, 1, 3]].isfinite().all()
@@ -325,9 +322,22 @@ def test_a_file_is_read_as_it_was_written(tmp_path):
     head = HeadSettings(tau=0.1 + 0.2, theta=-1.0, threshold=None, sparsity=1 / 3, error=0.05)
     file = Tuned(
         layers=1, heads=1, head_dim=5, q_tokens=8, kv_tokens=4, order="raster", found={0: [head]},
-        readings=Readings(scaled=False), made={"l1": 0.05},
+        made={"l1": 0.05},
     )  # fmt: skip
     file.write(tmp_path / "t.json")
-    settings = {"q_tokens": 8, "kv_tokens": 4, "order": "raster", "scaled": False}
+    settings = {"q_tokens": 8, "kv_tokens": 4, "order": "raster"}
     method = SpargeAttention(dim=5, num_heads=1, head_dim=5, **settings, tuned=str(tmp_path / "t.json"))
     assert method.file == file
+
+
+@pytest.mark.parametrize(("scaled", "left"), [(True, True), (False, False)])
+def test_readings_of_older_files_have_the_values_that_are_left(tmp_path, scaled, left):
+    head = HeadSettings(tau=0.5, theta=-1.0)
+    file = Tuned(layers=1, heads=1, head_dim=5, q_tokens=8, kv_tokens=4, order="raster", found={0: [head]})
+    values = file.values() | {"readings": {"similarity": "cosine", "scaled": scaled, "causal": False}}
+    (tmp_path / "t.json").write_text(json.dumps(values))
+    if left:
+        assert read_tuned(str(tmp_path / "t.json")) == file
+        return
+    with pytest.raises(ValueError, match=r"t\.json: scaled=False of SpargeAttn is gone: only scaled=True is left"):
+        read_tuned(str(tmp_path / "t.json"))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
@@ -24,11 +24,10 @@ from vsa.attention.full import text_attn
 from vsa.attention.layout import Segment, TileLayout
 from vsa.attention.scores import with_damage_first
 from vsa.attention.selection import RowRule, SampleTopk, Shares, sparge_top_p
-from vsa.attention.sparge.mask import BlockStatistics, Readings, block_statistics, first_stage
+from vsa.attention.sparge.mask import BlockStatistics, block_statistics, first_stage
 from vsa.attention.sparge.tuned import HeadSettings, Tuned, parse_tuned, read_tuned
 from vsa.settings import AtLeastOne, NonPositive, PositiveShare, checked
 
-READINGS = tuple(field.name for field in fields(Readings))
 SLICES = 4
 """Slices of a query block that skip separately; the warps of the paper's kernel (c_w)."""
 
@@ -64,13 +63,8 @@ class SpargeAttention(AttentionMethod):
         threshold: lambda: a slice of a query block's rows skips a kv block's values if all weights there are below
             exp(lambda) times the largest of their row so far; null: nothing is skipped.
         keeps_sum: whether skipped weights stay in the softmax denominator (paper) or not (code).
-        similarity: see `Readings`.
-        scaled: see `Readings`.
-        smooth_k: see `Readings`.
-        ragged_differs: see `Readings`.
-        attention_sink: see `Readings`.
         tuned: file of `vsa tune-sparge`, or its content: tau, theta and threshold of each layer and head, which replace
-            the three above; its blocks, order and readings must equal those given here.
+            the three above; its blocks and order must equal those given here.
         allow_training: allow gradients, for which the mask is a constant.
         backend: backend of attention; null chooses by device.
         **layer: see `AttentionMethod`.
@@ -91,11 +85,6 @@ class SpargeAttention(AttentionMethod):
         theta: float | None = None,
         threshold: NonPositive | None = None,
         keeps_sum: bool = True,
-        similarity: Literal["cosine", "gram"] = "cosine",
-        scaled: bool = True,
-        smooth_k: bool = True,
-        ragged_differs: bool = False,
-        attention_sink: bool = False,
         tuned: str | Mapping[str, Any] | None = None,
         allow_training: bool = False,
         backend: Literal["reference", "gather", "triton"] | None = None,
@@ -117,13 +106,6 @@ class SpargeAttention(AttentionMethod):
         self.threshold, self.keeps_sum = threshold, keeps_sum
         # a compiled block cannot construct a rule
         self.share = sparge_top_p(tau)
-        self.readings = Readings(
-            similarity=similarity,
-            scaled=scaled,
-            smooth_k=smooth_k,
-            ragged_differs=ragged_differs,
-            attention_sink=attention_sink,
-        )
         self.allow_training, self.backend = allow_training, backend
         self.path = tuned if isinstance(tuned, str | None) else "tuned"
         self.file: Tuned | None = None
@@ -131,7 +113,7 @@ class SpargeAttention(AttentionMethod):
             assert self.path is not None
             self.file = read_tuned(tuned) if isinstance(tuned, str) else parse_tuned(tuned, self.path)
             blocks = {"q_tokens": q_tokens, "kv_tokens": kv_tokens, "order": order}
-            self.file.refuse_other(self.path, **blocks, readings=self.readings, keeps_sum=keeps_sum)
+            self.file.refuse_other(self.path, **blocks, keeps_sum=keeps_sum)
             skips = any(head.threshold is not None for heads in self.file.found.values() for head in heads)
             if skips and backend == "gather":
                 raise ValueError(f"thresholds of {self.path} need backend reference, triton or null, got gather")
@@ -144,7 +126,7 @@ class SpargeAttention(AttentionMethod):
         if name == "tuned":
             # the content instead of the path, which an export to another place could not follow
             return None if self.file is None else self.file.values()
-        return getattr(self.readings if name in READINGS else self, name)
+        return getattr(self, name)
 
     def extra_repr(self) -> str:
         what = f"tuned={self.path}" if self.path is not None else f"tau={self.tau}, theta={self.theta}"
@@ -184,7 +166,6 @@ class SpargeAttention(AttentionMethod):
             k,
             layout.video_blocks,
             layout.kv_blocks,
-            self.readings,
             samples=layout.sample_spans,
             candidates=layout.candidates,
             always=layout.always,

@@ -103,7 +103,7 @@ def tune_layer(
     """Best settings of each head, and all points that were tried.
 
     Args:
-        method: method whose blocks, order and readings apply.
+        method: method whose blocks and order apply.
         inputs: function that yields the inputs on the compute device; called once for each stage.
         search: bounds and grids.
         progress: called with 1 after every call of attention.

@@ -10,7 +10,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from vsa.attention.sparge.mask import Readings
+from vsa.attention.sparge.mask import without_readings
 from vsa.files import check_kind, read_json, write_whole
 from vsa.settings import AtLeastOne
 
@@ -21,7 +21,6 @@ _INCOMPLETE = "{} is not a complete file of `vsa tune-sparge`: {}"
 _KIND = {
     **dict.fromkeys(SHAPE, AtLeastOne),
     "order": str,
-    "readings": dict,
     "keeps_sum": bool,
     "made": dict,
     "found": {str: list[dict[str, Any]]},
@@ -58,7 +57,6 @@ class Tuned:
         q_tokens: tokens of a query block.
         kv_tokens: tokens of a kv block.
         order: order of the tokens, raster or hilbert.
-        readings: readings of the first stage, see `Readings`.
         keeps_sum: see `SpargeAttention`.
         made: record of the tuning, for human readers.
         found: settings of each head by layer; layers may be missing while tuning runs.
@@ -70,7 +68,6 @@ class Tuned:
     q_tokens: int
     kv_tokens: int
     order: str
-    readings: Readings = field(default_factory=Readings)
     keeps_sum: bool = True
     made: Mapping[str, Any] = field(default_factory=dict)
     found: Mapping[int, Sequence[HeadSettings]] = field(default_factory=dict)
@@ -78,7 +75,7 @@ class Tuned:
     def values(self) -> dict[str, Any]:
         """Content of the file as plain values."""
         values = {"format": FORMAT, **{name: getattr(self, name) for name in SHAPE}}
-        values |= {"readings": asdict(self.readings), "keeps_sum": self.keeps_sum, "made": dict(self.made)}
+        values |= {"keeps_sum": self.keeps_sum, "made": dict(self.made)}
         return values | {"found": {str(i): [asdict(head) for head in heads] for i, heads in sorted(self.found.items())}}
 
     def write(self, path: Path) -> None:
@@ -133,12 +130,12 @@ def parse_tuned(values: Any, path: str) -> Tuned:
     except ValueError as error:
         raise ValueError(_INCOMPLETE.format(path, error)) from None
     try:
+        without_readings(values.get("readings", {}))
         rows = {int(layer): heads for layer, heads in values["found"].items()}
         for layer, heads in rows.items():
             _check(layer, heads, values)
         return Tuned(
             **{name: values[name] for name in SHAPE},
-            readings=Readings(**values["readings"]),
             keeps_sum=values["keeps_sum"],
             made=values["made"],
             found={layer: [HeadSettings(**head) for head in heads] for layer, heads in rows.items()},
