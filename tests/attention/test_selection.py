@@ -16,10 +16,8 @@ from tests.sizes import SIZES
 from vsa.attention.selection import (
     RowRule,
     Shares,
-    fine_grained_top_p,
     select_blocks,
     sparge_top_p,
-    svg2_top_p,
 )
 
 WEIGHTS = [Fraction(1, 2**n) for n in range(7)]
@@ -158,10 +156,10 @@ def test_the_published_spellings_differ_at_the_crossing_entry():
     """Thresholds on a cumulative sum and beside one, as the three sources write their loops."""
     weights = [Fraction(1, 2), Fraction(1, 4), Fraction(1, 8), Fraction(1, 8)]
     scores = torch.tensor([float(w) for w in weights], dtype=torch.float64).log()[None, None, None]
-    rules = (sparge_top_p, fine_grained_top_p, svg2_top_p)
+    crossings = ("drop", "keep", "exceed")
     counts = {}
     for p in (0.1, 0.5, 0.6, 0.7, 0.75, 0.875, 0.9):
-        counts[p] = [int(select_blocks(scores, rule(p)).kv_num_blocks) for rule in rules]
+        counts[p] = [int(select_blocks(scores, RowRule(top_p=p, crossing=c)).kv_num_blocks) for c in crossings]
         sums = [sum(weights[: n + 1]) for n in range(4)]
         sparge = max(1, sum(total <= Fraction(p) for total in sums))
         fine_grained = next(n for n, total in enumerate(sums, 1) if total >= Fraction(p))

@@ -82,9 +82,6 @@ def test_shift_must_be_positive(shift: float):
 
 def test_flow_shift_kinds():
     assert FlowShift(value=3)(1) == FlowShift(value=3)(10**6) == 3
-    sqrt = FlowShift(kind="sqrt", value=2.0, base_tokens=1024)
-    assert sqrt(1024) == 2.0
-    assert sqrt(4096) == 4.0
     table = FlowShift(kind="table", table={4000: 5.0, 1000: 3.0, 2000: 4.0})
     assert [table(n) for n in (10, 1000, 1500, 2000, 3000, 4000, 9999)] == [3, 3, 3.5, 4, 4.5, 5, 5]
 
@@ -92,11 +89,8 @@ def test_flow_shift_kinds():
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        ({"kind": "cosine"}, "kind=cosine: expected one of constant, sqrt, table, got 'cosine'"),
+        ({"kind": "cosine"}, "kind=cosine: expected one of constant, table, got 'cosine'"),
         ({"value": 0.0}, "value=0.0: expected a number above 0, got 0.0"),
-        ({"kind": "sqrt"}, "base_tokens=None"),
-        ({"base_tokens": 7}, "kind=constant, base_tokens=7"),
-        ({"kind": "sqrt", "base_tokens": 0}, "base_tokens=0: expected an integer of at least 1, or null, got 0"),
         ({"kind": "table"}, "table=None"),
         ({"table": {1: 1.0}}, "kind=constant"),
         ({"kind": "table", "table": {5: -1.0}}, "5: -1.0"),

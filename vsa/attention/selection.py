@@ -33,8 +33,7 @@ class RowRule:
         top_p: share of the softmax over the row's logits; 1 keeps every candidate, those of weight 0 too.
         crossing: treatment of the entry that reaches the share. keep: the smallest set whose sum is at least top_p
             (FG-Attn, NABLA, FastVideo's BSA); drop: the largest set whose sum is at most top_p (SpargeAttn's listing,
-            LongCat); exceed: the smallest set whose sum is more than top_p (SVG2). `fine_grained_top_p`, `sparge_top_p`
-            and `svg2_top_p` are the three.
+            LongCat); exceed: the smallest set whose sum is more than top_p (SVG2).
         deviations: keep scores above the row's mean + this many standard deviations (Sol-Attn's beta).
         over: row, or head: all rows of a head compete for `topk` * Nq entries or for `top_p` of the head's sum, or are
             compared with the head's mean and deviation (VSA2, VMoBA), so that rows may keep different numbers. Scores
@@ -97,30 +96,12 @@ class Shares(NamedTuple):
 def sparge_top_p(tau: float) -> RowRule:
     """SpargeAttn's TopCdf: the largest set whose sum is at most tau, or the best entry alone where it exceeds tau.
 
-    The entry that crosses tau is dropped: one entry fewer than `fine_grained_top_p` unless a sum is exactly tau. The
+    The entry that crosses tau is dropped: one entry fewer than with `keep` unless a sum is exactly tau. The
     listing of the paper may keep nothing at all; its code keeps at least one entry, as this does.
 
     Source: SpargeAttn (arXiv 2502.18137), Algorithm 1 and its code.
     """
     return RowRule(top_p=tau, crossing="drop")
-
-
-def fine_grained_top_p(p: float) -> RowRule:
-    """FG-Attn's top-p: the smallest set whose sum is at least p, which includes the entry that crosses p.
-
-    Source: FG-Attn (arXiv 2509.16518v2); NABLA and FastVideo's BSA use the same rule.
-    """
-    return RowRule(top_p=p, crossing="keep")
-
-
-def svg2_top_p(p: float) -> RowRule:
-    """SVG2's top-p: keeps an entry while the sum before it is at most p, hence the smallest set whose sum exceeds p.
-
-    One entry more than `fine_grained_top_p` where a sum is exactly p, otherwise the same.
-
-    Source: code of Sparse VideoGen 2 (arXiv 2505.18875).
-    """
-    return RowRule(top_p=p, crossing="exceed")
 
 
 def select_blocks(

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from vsa.noise import draw_noise, mixed_generator
-from vsa.settings import AtLeastOne, Positive, checked
+from vsa.settings import Positive, checked
 from vsa.transfer import sent
 
 TIMESTEP_SCALE = 1000.0
@@ -92,21 +92,17 @@ class FlowShift:
     """Flow shift as a function of the number of tokens of a segment.
 
     Args:
-        kind: `constant` gives `value`; `sqrt` gives `value * sqrt(num_tokens / base_tokens)` (SD3, section
-            5.3.2); `table` interpolates `table` linearly in the number of tokens and is flat outside it.
-        value: shift, at `base_tokens` tokens for `sqrt`.
-        base_tokens: token count at which `sqrt` gives `value`.
+        kind: `constant` gives `value`; `table` interpolates `table` linearly in the number of tokens and is flat
+            outside it.
+        value: shift of `constant`.
         table: number of tokens to shift.
     """
 
-    kind: Literal["constant", "sqrt", "table"] = "constant"
+    kind: Literal["constant", "table"] = "constant"
     value: Positive = 1.0
-    base_tokens: AtLeastOne | None = None
     table: Mapping[Any, Positive] | None = None
 
     def __post_init__(self) -> None:
-        if (self.kind == "sqrt") != (self.base_tokens is not None):
-            raise ValueError(f"base_tokens belongs to kind sqrt, got kind={self.kind}, base_tokens={self.base_tokens}")
         if (self.kind == "table") != bool(self.table):
             raise ValueError(f"table belongs to kind table, got kind={self.kind}, table={self.table}")
         for tokens, shift in (self.table or {}).items():
@@ -119,8 +115,6 @@ class FlowShift:
             raise ValueError(f"num_tokens must be at least 1, got {num_tokens}")
         if self.kind == "constant":
             return float(self.value)
-        if self.base_tokens is not None:
-            return float(self.value * math.sqrt(num_tokens / self.base_tokens))
         points = sorted((int(n), float(s)) for n, s in (self.table or {}).items())
         if num_tokens <= points[0][0]:
             return points[0][1]
