@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
@@ -46,6 +46,7 @@ runs = st.builds(
 )
 
 
+@settings(deadline=None)
 @given(st.lists(rows, min_size=1, max_size=3), st.lists(runs, min_size=1, max_size=3), st.integers(60, 160))
 def test_what_is_printed_fits_and_is_whole(rows, runs, width):
     for table in (result_table(rows), denoising_table(runs)):
