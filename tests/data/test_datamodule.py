@@ -238,9 +238,6 @@ def test_several_sources_mix_by_weight_and_pool_their_statistics(tmp_path: Path,
     values = torch.cat(latents, 1)
     torch.testing.assert_close(data.latent_mean, values.mean(1), atol=1e-5, rtol=0)
     torch.testing.assert_close(data.latent_std, values.std(1, correction=0), atol=1e-5, rtol=0)
-    phases = [{"from_step": 0, "weights": {"a": 1.0}}, {"from_step": 10, "weights": {"b": 1.0}}]
-    data = attach(module(sources=sources, weight_phases=phases), steps=20)
-    assert [batch.sample_ids[0].startswith("b-") for batch in batches(data)] == [False] * 10 + [True] * 10
 
 
 def test_mixing_encoders_is_refused(tmp_path: Path, make_dataset) -> None:

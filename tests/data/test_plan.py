@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from vsa.data.plan import (
     DataPlan,
-    Phase,
     Source,
     hash64,
     is_validation,
@@ -105,23 +104,6 @@ def test_a_tiny_weight_is_not_rounded_away() -> None:
     assert sum(plan.step(n).bucket == B for n in range(1000)) == 1
 
 
-def test_phases_change_the_weights_and_continue_the_epochs() -> None:
-    phases = (
-        Phase(from_step=0, weights={"films": 1.0}),
-        Phase(from_step=150, weights={"stills": 1.0}),
-        Phase(from_step=1300, weights={"films": 1.0, "stills": 1.0}),
-    )
-    plan = plan_of(phases=phases)
-    steps = [plan.step(n) for n in range(2300)]
-    assert {step.refs[0].source for step in steps[:150]} == {"films"}
-    assert {step.refs[0].source for step in steps[150:1300]} == {"stills"}
-    assert abs(sum(s.refs[0].source == "films" for s in steps[1300:]) - 500) <= 2
-    for shape, size in ((A, 37), (B, 23), (C, 11)):
-        names = [ref.id for step in steps if step.bucket == shape for ref in step.refs]
-        for start in range(0, len(names) - size + 1, size):
-            assert len(set(names[start : start + size])) == size
-
-
 @given(world=st.sampled_from([1, 2, 3, 4, 6]), accumulate=st.sampled_from([1, 2, 4]), width=st.integers(1, 3))
 @settings(max_examples=30, deadline=None)
 def test_ranks_and_micro_batches_cover_the_global_batch_once(world: int, accumulate: int, width: int) -> None:
@@ -150,7 +132,6 @@ def test_hash_changes_with_everything_that_changes_the_order() -> None:
         plan_of(seed=1),
         plan_of(batch_size=5),
         plan_of(sources=other),
-        plan_of(phases=(Phase(from_step=0, weights={"films": 1.0}),)),
     ]
     assert len({plan.hash for plan in plans}) == len(plans)
 
@@ -210,14 +191,9 @@ def test_sample_seeds_differ_and_fit_63_bits() -> None:
         ({"batch_size": 0}, "batch_size must be at least 1, got 0"),
         ({"sources": {}}, "have no samples"),
         ({"sources": {"s": Source(weight=1.0, buckets={A: ()})}}, "have no samples"),
-        ({"sources": {"s": Source(weight=0.0, buckets={A: ("x",)})}}, "gives no source"),
+        ({"sources": {"s": Source(weight=0.0, buckets={A: ("x",)})}}, "give no source"),
         ({"sources": {"s": Source(weight=-1.0, buckets={A: ("x",)})}}, "not negative"),
         ({"sources": {"s": Source(weight=float("nan"), buckets={A: ("x",)})}}, "finite"),
-        (
-            {"phases": (Phase(from_step=5, weights={"films": 1.0}),)},
-            r"must start at 0 and ascend, got \[5\]",
-        ),
-        ({"phases": (Phase(from_step=0, weights={"flims": 1.0}),)}, "unknown sources"),
     ],
 )
 def test_refuses_impossible_plans(changes: dict, message: str) -> None:

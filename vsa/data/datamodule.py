@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,7 +20,7 @@ from vsa.data.batch import TextPadding, VideoBatch
 from vsa.data.batch_stream import RankSlice, TrainStream, ValidationStream
 from vsa.data.codecs import Codec
 from vsa.data.index import USUAL_FPS, statistics_of
-from vsa.data.plan import DataPlan, Phase, SampleRef, Shape, Source, split_ids
+from vsa.data.plan import DataPlan, SampleRef, Shape, Source, split_ids
 from vsa.data.sample_store import SampleStore, ToyStore, open_shards, refuse_other_encoders
 from vsa.data.splits import SplitBy, split_group
 from vsa.data.text import TextEncoder
@@ -93,10 +93,6 @@ class PlanDataModule(LightningDataModule):
         """Weight of every source of the store."""
         raise NotImplementedError
 
-    def phases(self) -> tuple[Phase, ...]:
-        """Changes of the source weights over training; none by default."""
-        return ()
-
     def split_group(self, store: SampleStore, source: str, sample_id: str) -> str:
         """Group of a sample, which is held out as a whole; by default every sample is its own group."""
         return sample_id
@@ -134,7 +130,7 @@ class PlanDataModule(LightningDataModule):
             )
         if self.stats == "train":
             self._published = self.training_statistics(store, sources)
-        plan = DataPlan(sources=sources, batch_size=self.batch_size, seed=self.seed, phases=self.phases())
+        plan = DataPlan(sources=sources, batch_size=self.batch_size, seed=self.seed)
         self._opened = store, plan, validation_refs
 
     def train_dataloader(self) -> DataLoader[VideoBatch]:
@@ -289,7 +285,6 @@ class LatentDataModule(PlanDataModule):
     Args:
         root: folder of shards; exclusive with `sources`.
         sources: several folders of shards, {name: {"root": folder, "weight": share of the steps}}.
-        weight_phases: changes of the source weights, [{"from_step": n, "weights": {name: weight}}].
         val_by: grouping of samples that are held out together, by the file they come from; see `vsa.data.splits`.
         val_field: field of the caption file, for `val_by=field`.
         drop: drop list of samples to leave out, written by `vsa check-data` or a run; it changes the order.
@@ -300,7 +295,6 @@ class LatentDataModule(PlanDataModule):
 
     root: str | None = None
     sources: Mapping[str, Mapping[str, Any]] | None = None
-    weight_phases: Sequence[Mapping[str, Any]] = ()
     val_by: SplitBy = "id"
     val_field: str | None = None
     drop: str | None = None
@@ -349,10 +343,6 @@ class LatentDataModule(PlanDataModule):
     def source_weights(self) -> Mapping[str, float]:
         """The configured weights."""
         return self._weights
-
-    def phases(self) -> tuple[Phase, ...]:
-        """The configured changes of the weights."""
-        return tuple(Phase(from_step=int(p["from_step"]), weights=dict(p["weights"])) for p in self.weight_phases)
 
 
 @checked

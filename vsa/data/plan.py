@@ -37,14 +37,6 @@ class Source:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Phase:
-    """Source weights from an optimizer step on (a source that is not named has weight 0)."""
-
-    from_step: int
-    weights: Mapping[str, float]
-
-
-@dataclass(frozen=True, kw_only=True)
 class SampleRef:
     """A sample of a source."""
 
@@ -69,30 +61,21 @@ class DataPlan:
         sources: data sets by name.
         batch_size: samples of an optimizer step, over all ranks and micro-batches.
         seed: seed of the order.
-        phases: changes of the source weights, by ascending `from_step`; empty: the weights of the sources throughout.
     """
 
     sources: Mapping[str, Source]
     batch_size: int
     seed: int = 0
-    phases: tuple[Phase, ...] = ()
 
     def __post_init__(self) -> None:
         if self.batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, got {self.batch_size}")
         if not self._streams:
             raise ValueError(f"the sources {sorted(self.sources)} of the data plan have no samples")
-        starts = [phase.from_step for phase in self._phases]
-        if starts[0] != 0 or sorted(set(starts)) != starts:
-            raise ValueError(f"from_step of the phases must start at 0 and ascend, got {starts}")
-        for phase in self._phases:
-            unknown = sorted(set(phase.weights) - set(self.sources))
-            if unknown:
-                raise ValueError(f"phase from step {phase.from_step} names unknown sources {unknown}")
-            if any(not math.isfinite(w) or w < 0 for w in phase.weights.values()):
-                raise ValueError(f"source weights must be finite and not negative, got {dict(phase.weights)}")
-            if self._rates(phase).sum() <= 0:
-                raise ValueError(f"phase from step {phase.from_step} gives no source with samples a weight")
+        if any(not math.isfinite(w) or w < 0 for w in self._weights.values()):
+            raise ValueError(f"source weights must be finite and not negative, got {self._weights}")
+        if self._rates.sum() <= 0:
+            raise ValueError(f"source weights {self._weights} give no source with samples a weight")
 
     def step(self, step: int) -> StepPlan:
         """The samples of optimizer step `step`, in constant time."""
@@ -126,14 +109,14 @@ class DataPlan:
         streams = [
             [name, bucket, hashlib.sha256("\n".join(ids).encode()).hexdigest()] for name, bucket, ids in self._streams
         ]
-        phases = [[phase.from_step, sorted((n, float(w)) for n, w in phase.weights.items())] for phase in self._phases]
-        content = [PLAN_VERSION, self.seed, self.batch_size, streams, phases]
+        # as it was when the weights could change at a step
+        weights = [[0, sorted((name, float(weight)) for name, weight in self._weights.items())]]
+        content = [PLAN_VERSION, self.seed, self.batch_size, streams, weights]
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
-    @cached_property
-    def _phases(self) -> tuple[Phase, ...]:
-        own = Phase(from_step=0, weights={name: source.weight for name, source in self.sources.items()})
-        return self.phases or (own,)
+    @property
+    def _weights(self) -> dict[str, float]:
+        return {name: source.weight for name, source in self.sources.items()}
 
     @cached_property
     def _streams(self) -> list[tuple[str, Shape, tuple[str, ...]]]:
@@ -145,72 +128,58 @@ class DataPlan:
             if ids
         ]
 
-    def _rates(self, phase: Phase) -> np.ndarray:
+    @cached_property
+    def _rates(self) -> np.ndarray:
         """float64 weight of every stream: its source's weight times its share of the source's samples."""
         totals = {name: 0 for name in self.sources}
         for name, _, ids in self._streams:
             totals[name] += len(ids)
-        return np.array([phase.weights.get(name, 0.0) * len(ids) / totals[name] for name, _, ids in self._streams])
+        return np.array([self._weights[name] * len(ids) / totals[name] for name, _, ids in self._streams])
 
     @cached_property
-    def _quotas(self) -> list[np.ndarray]:
-        """Per phase, int64 steps of every stream in a period: largest remainders, at least 1 where weighted."""
-        quotas = []
-        for phase in self._phases:
-            rates = self._rates(phase)
-            exact = rates / rates.sum() * self._period
-            quota = np.where(rates > 0, np.maximum(np.floor(exact), 1), 0).astype(np.int64)
-            while quota.sum() < self._period:
-                quota[int(np.argmax(np.where(rates > 0, exact - quota, -np.inf)))] += 1
-            while quota.sum() > self._period:
-                quota[int(np.argmin(np.where(quota > 1, exact - quota, np.inf)))] -= 1
-            quotas.append(quota)
-        return quotas
+    def _quota(self) -> np.ndarray:
+        """int64 steps of every stream in a period: largest remainders, at least 1 where weighted."""
+        rates = self._rates
+        exact = rates / rates.sum() * self._period
+        quota = np.where(rates > 0, np.maximum(np.floor(exact), 1), 0).astype(np.int64)
+        while quota.sum() < self._period:
+            quota[int(np.argmax(np.where(rates > 0, exact - quota, -np.inf)))] += 1
+        while quota.sum() > self._period:
+            quota[int(np.argmin(np.where(quota > 1, exact - quota, np.inf)))] -= 1
+        return quota
 
     @cached_property
     def _period(self) -> int:
         return max(_PERIOD, 2 * len(self._streams))
 
-    def _phase_at(self, step: int) -> int:
-        return max(i for i, phase in enumerate(self._phases) if phase.from_step <= step)
-
-    def _order(self, phase: int, period: int) -> np.ndarray:
-        """int64 `[period]` stream of every step of one period of a phase."""
-        blocks = np.repeat(np.arange(len(self._streams)), self._quotas[phase])
-        if len(self._streams) == 1:
-            return blocks
-        if (phase, period) not in self._orders:
-            key = hash64(self.seed, "streams", phase, period)
+    def _order(self, period: int) -> np.ndarray:
+        """int64 `[period]` stream of every step of one period."""
+        if period not in self._orders:
+            blocks = np.repeat(np.arange(len(self._streams)), self._quota)
+            key = hash64(self.seed, "streams", 0, period)
             # a small cache is enough, because steps are requested in order
             if len(self._orders) >= 8:
                 self._orders.clear()
-            self._orders[phase, period] = blocks[[permute_index(i, self._period, key) for i in range(self._period)]]
-        return self._orders[phase, period]
+            self._orders[period] = blocks[[permute_index(i, self._period, key) for i in range(self._period)]]
+        return self._orders[period]
 
     @cached_property
-    def _orders(self) -> dict[tuple[int, int], np.ndarray]:
+    def _orders(self) -> dict[int, np.ndarray]:
         return {}
 
     def _stream_at(self, step: int) -> int:
         if len(self._streams) == 1:
             return 0
-        phase = self._phase_at(step)
-        period, place = divmod(step - self._phases[phase].from_step, self._period)
-        return int(self._order(phase, period)[place])
+        period, place = divmod(step, self._period)
+        return int(self._order(period)[place])
 
     def _batches_before(self, stream: int, step: int) -> int:
         """Number of the steps 0..step-1 that draw from the stream."""
         if len(self._streams) == 1:
             return step
-        count = 0
-        last = self._phase_at(step)
-        for i in range(last + 1):
-            end = step if i == last else self._phases[i + 1].from_step
-            periods, rest = divmod(end - self._phases[i].from_step, self._period)
-            count += periods * int(self._quotas[i][stream])
-            if rest:
-                count += int((self._order(i, periods)[:rest] == stream).sum())
-        return count
+        periods, rest = divmod(step, self._period)
+        count = periods * int(self._quota[stream])
+        return count + int((self._order(periods)[:rest] == stream).sum()) if rest else count
 
 
 def rank_slice(*, batch_size: int, micro: int, accumulate: int, rank: int, world: int) -> range:

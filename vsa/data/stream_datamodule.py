@@ -90,9 +90,7 @@ class StreamDataModule(PlanDataModule):
         if self.stats == "train":
             mean, std = statistics_of([entry for part in parts for entry in part], store.codec.channels)
             self._published = mean.float(), std.float()
-        plan = DataPlan(
-            sources={TRAIN: Source(weight=1.0, buckets=ids)}, batch_size=self.batch_size, seed=self.seed, phases=()
-        )
+        plan = DataPlan(sources={TRAIN: Source(weight=1.0, buckets=ids)}, batch_size=self.batch_size, seed=self.seed)
         self._digests = {name: each.digests(indexes[name]) for name, each in shards.items()}
         validation_refs = {} if self._val is None else self._hold(self._val, store.readers[VALIDATION])
         self._opened = store, plan, validation_refs
