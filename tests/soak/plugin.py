@@ -64,10 +64,12 @@ class Table:
         self.config, self.rows, self.began = config, dict[str, Row](), time.monotonic()
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        for item in session.items:
-            if mark := item.get_closest_marker("soak"):
-                item.user_properties.append(("soak", mark.args[0]))
-                self.rows.setdefault(mark.args[0], Row()).planned += 1
+        marks = [(item, mark.args[0]) for item in session.items for mark in item.iter_markers("soak")]
+        for _, name in marks:
+            self.rows.setdefault(name, Row()).planned += 1
+        for item, name in marks:
+            item.user_properties.append(("soak", name))
+            item.user_properties.append(("planned", self.rows[name].planned))
         if hasattr(self.config, "workeroutput"):
             self.config.workeroutput["soak"] = {name: row.planned for name, row in self.rows.items()}
 
@@ -80,6 +82,7 @@ class Table:
         properties = [tuple(each) for each in report.user_properties]
         for name in (value for key, value in properties if key == "soak"):
             row = self.rows.setdefault(name, Row())
+            row.planned = dict(properties)["planned"]
             row.seconds += report.duration
             if report.failed:
                 crash = getattr(report.longrepr, "reprcrash", None)

@@ -152,6 +152,7 @@ LAUNCHED = (*TINY_OVERRIDES, *LONG, FSDP, *SOON, "trainer.devices=2")
 
 
 @pytest.mark.soak("signals to the launchers of two ranks", tries=4, short=0)
+@pytest.mark.timeout(600)
 def test_signals_to_launchers(training: TinyTraining, straight, attempt: int, tmp_path: Path):  # noqa: F811
     """torchrun passes signals on, and has a status of its own."""
     by_torchrun, number = bool(attempt % 2), (signal.SIGTERM, signal.SIGINT)[attempt // 2 % 2]
@@ -167,12 +168,15 @@ def test_signals_to_launchers(training: TinyTraining, straight, attempt: int, tm
 
 # ranks that are frozen, dead or slow
 
-LOST = tuple(itertools.product((signal.SIGKILL, signal.SIGSTOP), ((), VALIDATES, (EACH,)), (0, 1)))
+BUSY: tuple[tuple[str, ...], ...] = ((), VALIDATES, (EACH,), ("data.num_workers=1",))
+LOST = tuple(itertools.product((signal.SIGKILL, signal.SIGSTOP), BUSY, (0, 1)))
 
 
-@pytest.mark.soak("a dead or frozen rank: the other ends in time and names it, the run goes on", tries=24, short=0)
+@pytest.mark.soak(
+    "a dead or frozen rank: the other ends in time and names it, the run goes on", tries=len(LOST), short=0
+)
 def test_lost_ranks(training: TinyTraining, straight, attempt: int, tmp_path: Path):  # noqa: F811
-    """In steps, and where validations or saves are most of the time."""
+    """In steps, where validations or saves are most of the time, and with workers."""
     number, busy, lost = LOST[attempt % len(LOST)]
     draw, settings = random.Random(attempt), (*LONG, FSDP, "callbacks.checkpoint.every_n_steps=3", *busy)
     with Ranks(2, lambda _: training(*settings, *SOON), tmp_path / "printed") as ranks:
@@ -184,7 +188,9 @@ def test_lost_ranks(training: TinyTraining, straight, attempt: int, tmp_path: Pa
         status = ranks.statuses(TIMEOUT + 30, without=lost)[1 - lost]
         seconds, output = time.monotonic() - began, ranks.output(1 - lost)
     assert status == LOST_STATUS, output[-2000:]
-    (line,) = [line for line in output.splitlines() if line.startswith("error: ")]
+    lines = [line for line in output.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1, output[-3000:]
+    (line,) = lines
     assert re.match(rf"error: rank {lost} \(pid \d+ on ", line)
     assert "Traceback" not in output
     assert (training.folder() / f"stacks-rank-{1 - lost}.txt").read_text()
@@ -198,6 +204,7 @@ LAUNCHED_LOST += ((signal.SIGKILL, 0, False),)
 
 
 @pytest.mark.soak("a dead or frozen rank of a launcher: no process is left", tries=4, short=0)
+@pytest.mark.timeout(600)
 def test_lost_ranks_of_launchers(training: TinyTraining, attempt: int, tmp_path: Path):  # noqa: F811
     number, lost, by_torchrun = LAUNCHED_LOST[attempt % 4]
     words = (*LAUNCHED, f"output_dir={training.output}")

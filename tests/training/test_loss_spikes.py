@@ -125,10 +125,10 @@ def test_the_watch_changes_nothing_in_a_run_without_spikes(training):
     assert "skipped_windows" not in training.last("watched").state
 
 
-@pytest.mark.soak("loss spikes: a kill before, in and after them, resumed", tries=19, short=1)
+@pytest.mark.soak("loss spikes: a kill before, in and after them, resumed", tries=17, short=1)
 def test_a_run_that_was_stopped_takes_the_same_path(training, attempt):
     """Stopped before the spike, between the spike and the next checkpoint, and after it; two spikes."""
-    batches = (9, *range(1, 9), *range(10, 20))[attempt % 19]
+    batches = (9, *range(3, 9), *range(10, 20))[attempt % 17]
 
     class Stop(L.Callback):
         """A kill after a number of batches: nothing is saved."""
