@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import multiprocessing
 import os
@@ -113,6 +114,8 @@ class Ranks:
             process.join()
 
     def _run(self, rank: int) -> None:
+        # PR_SET_PDEATHSIG: no rank outlives a parent that is killed
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
         with open(self._file(rank), "wb") as file:
             os.dup2(file.fileno(), 1)
             os.dup2(file.fileno(), 2)
