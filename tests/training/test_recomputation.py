@@ -103,7 +103,8 @@ def needed(tmp_path_factory) -> dict[str, float]:
 
     class Look(L.Callback):
         def setup(self, trainer, pl_module, stage):
-            estimate = estimate_of(config, pl_module, trainer.datamodule, H200, ranks=1)
+            data = trainer.datamodule
+            estimate = estimate_of(config, pl_module, data.buckets, data.text_encoder.max_tokens, H200, ranks=1)
             result.update({level: estimate.at(level).needed for level in LEVELS})
 
     with pytest.MonkeyPatch.context() as patch:

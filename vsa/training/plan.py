@@ -9,7 +9,7 @@ from typing import Any
 
 from vsa.config import build, build_task, check_settings, check_targets, resolved
 from vsa.training.estimate.gpus import GIB, GPUS, MEASURED_BY, Gpu, how_to_measure, known_gpu
-from vsa.training.estimate.run import estimate_from, full_lines, jobs_of, with_dense_attention
+from vsa.training.estimate.run import estimate_of, full_lines, with_dense_attention
 from vsa.training.model_sizes import fill_model
 
 Grid = tuple[int, int, int]
@@ -36,8 +36,7 @@ def plan(cfg: Any, *, gpu: str, gib: float | None, grid: Grid | None) -> None:
     module = build_task(cfg)
     shapes = _shapes(cfg, module, grid)
     text = resolved(cfg.data.text_encoder)["max_tokens"]
-    jobs = jobs_of(cfg, module, shapes, text, ranks=_ranks(cfg.trainer))
-    estimate = estimate_from(cfg, jobs, kind)
+    estimate = estimate_of(cfg, module, shapes, text, kind, ranks=_ranks(cfg.trainer))
     print("\n".join(full_lines(str(cfg.name), estimate, with_dense_attention(module))))
     if (refusal := estimate.refusal()) is not None:
         raise ValueError(refusal)

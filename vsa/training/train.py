@@ -109,7 +109,7 @@ def _dry_run(cfg: DictConfig) -> None:
     if cfg.trainer.devices in ("auto", -1):
         here = TorchElasticEnvironment.detect()
         ranks = int(os.environ["WORLD_SIZE"]) if here else torch.cuda.device_count() * cfg.trainer.get("num_nodes", 1)
-    estimate = estimate_of(cfg, module, datamodule, gpu, ranks=ranks)
+    estimate = estimate_of(cfg, module, datamodule.buckets, datamodule.text_encoder.max_tokens, gpu, ranks=ranks)
     if rank_zero_only.rank == 0:
         print("\n".join(full_lines(str(cfg.name), estimate, with_dense_attention(module))))
     if (refusal := estimate.refusal()) is not None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from vsa.attention.full import FullAttention
@@ -25,16 +24,10 @@ POINTS = 16
 Shape = tuple[int, ...]
 
 
-def jobs_of(cfg: Any, module: Any, shapes: Mapping[Shape, int], text: int, *, ranks: int) -> Callable[[int], list[Any]]:
-    """The micro-batches of an optimizer step: `jobs_of(...)(step)` gives fraction and `Job` of each latent shape.
-
-    Args:
-        cfg: config of the run.
-        module: its training module.
-        shapes: number of samples by latent shape `[C, T, H, W]`.
-        text: tokens of a caption.
-        ranks: number of GPUs.
-    """
+def _jobs_of(
+    cfg: Any, module: Any, shapes: Mapping[Shape, int], text: int, *, ranks: int
+) -> Callable[[int], list[Any]]:
+    """Function of an optimizer step that gives fraction and `Job` of each latent shape."""
     micro_batches, batch_size = cfg.trainer.accumulate_grad_batches, cfg.data.batch_size
     parts = micro_batches * ranks
     if batch_size % parts:
@@ -94,15 +87,17 @@ class Estimate:
     steps: int
     automatic: bool = False
 
+    def changed(self, change: Callable[[Job], Job]) -> Estimate:
+        """The same run with every job changed."""
+        return replace(self, jobs=lambda step: [(share, change(job)) for share, job in self.jobs(step)])
+
     def at(self, level: Level) -> Estimate:
         """The same run at another level of activation checkpointing."""
-        return replace(self, jobs=lambda step: [(share, replace(job, level=level)) for share, job in self.jobs(step)])
+        return self.changed(lambda job: replace(job, level=level))
 
-    @property
-    def least_level(self) -> Level:
-        """The least recomputation that fits and leaves the margin, full where none does."""
-        usable = self.gpu.memory * (1 - MARGIN)
-        return next((level for level in LEVELS if self.at(level).needed <= usable), LEVELS[-1])
+    def least_level(self, memory: float) -> Level | None:
+        """The least recomputation with which the run fits into `memory` bytes; None if no level does."""
+        return next((level for level in LEVELS if self.at(level).needed <= memory), None)
 
     @property
     def last(self) -> list[tuple[float, Job]]:
@@ -125,16 +120,11 @@ class Estimate:
         """Whether the run fits on the GPU."""
         return self.needed <= self.gpu.memory
 
-    def seconds(self, step: int | None = None, change: Callable[[Job], Job] = lambda job: job) -> dict[str, float]:
-        """Seconds of a step by part, as a mean over latent shapes.
-
-        Args:
-            step: optimizer step; None: the last.
-            change: transformation of every job.
-        """
+    def seconds(self, step: int | None = None) -> dict[str, float]:
+        """Seconds of an optimizer step (None: the last) by part, as a mean over latent shapes."""
         result: dict[str, float] = {}
         for share, job in self.last if step is None else self.jobs(step):
-            for name, value in step_seconds(change(job), self.gpu).items():
+            for name, value in step_seconds(job, self.gpu).items():
                 result[name] = result.get(name, 0.0) + share * value
         return result
 
@@ -150,27 +140,18 @@ class Estimate:
         job = self.largest
         parts = ", ".join(f"{name} {gib(value)}" for name, value in _visible(whole_memory(job), GIB).items())
         line = f"it needs {gib(self.needed)} GiB of the {gib(self.gpu.memory)} of one {self.gpu.name} ({parts})"
-        return f"{line}: {self.advice()}"
+        return f"{line}: {self._advice()}"
 
-    def advice(self) -> str:
-        """Settings with which the run fits: the least recomputation at the largest micro-batch, preferably of the
-        present size or more."""
-        job = self.largest
-        most = fitting(job, self.gpu.memory)
-        for level in LEVELS:
-            if most[level] >= job.batch:
-                return f"task.parallel.activation_checkpointing={level} fits"
-        return self.smaller()
-
-    def smaller(self) -> str:
-        """Settings of smaller micro-batches, or of more GPUs, with which the run fits."""
+    def _advice(self) -> str:
+        """Settings with which the run fits: more recomputation, smaller micro-batches, or more GPUs."""
+        if level := self.least_level(self.gpu.memory):
+            return f"task.parallel.activation_checkpointing={level} fits"
         job = self.largest
         rank_batch = job.batch * job.micro_batches
+        # gradient accumulation adds the memory of summed gradients
+        most = fitting(replace(job, micro_batches=max(2, job.micro_batches)), self.gpu.memory)
         for level in reversed(LEVELS):
-            # gradient accumulation adds the memory of summed gradients
-            divided = replace(job, micro_batches=max(2, job.micro_batches))
-            size = fitting(divided, self.gpu.memory)[level]
-            batch = next((n for n in range(min(size, job.batch - 1), 0, -1) if rank_batch % n == 0), 0)
+            batch = next((n for n in range(min(most[level], job.batch - 1), 0, -1) if rank_batch % n == 0), 0)
             if batch:
                 return (
                     f"trainer.accumulate_grad_batches={rank_batch // batch} with "
@@ -242,7 +223,7 @@ def full_lines(name: str, estimate: Estimate, dense: Callable[[Job], Job] | None
         total = sum(parts.values())
         lines += [f"{'time of a step':34}  ms", *_rows(parts, 1e-3), f"  {'sum':30} {total * 1e3:7.1f}"]
         if dense is not None:
-            other = sum(estimate.seconds(change=dense).values())
+            other = sum(estimate.changed(dense).seconds().values())
             lines.append(f"  {'the same with dense attention':30} {other * 1e3:7.1f}  {other / total:.2f}x")
         if job.ranks > 1 and gpu.link_bytes is None:
             lines.append(f"communication is not counted: {gpu.name} lacks link_bytes ({MEASURED_BY['link_bytes']})")
@@ -276,18 +257,14 @@ def _levels(estimate: Estimate) -> list[str]:
     for level in LEVELS:
         line = f"  {level:24} {most[level]:19d}  {gib(total_memory(replace(job, level=level))):>8}"
         if timed:
-            line += f"  {sum(estimate.seconds(change=partial(_at_level, level)).values()) * 1e3:13.1f}"
+            line += f"  {sum(estimate.at(level).seconds().values()) * 1e3:13.1f}"
         lines.append(line)
     if estimate.automatic and estimate.fits:
         chosen = f"activation_checkpointing=auto takes {job.level}"
         lines.append(f"{chosen}: the least recomputation that fits and leaves {MARGIN:.0%} of the memory")
-    elif best := next((level for level in LEVELS if most[level] >= job.batch), None):
+    elif best := estimate.least_level(gpu.memory):
         lines.append(f"take activation_checkpointing={best}: the least recomputation that fits")
     return lines
-
-
-def _at_level(level: Level, job: Job) -> Job:
-    return replace(job, level=level)
 
 
 def with_dense_attention(module: Any) -> Callable[[Job], Job] | None:
@@ -301,7 +278,7 @@ def with_dense_attention(module: Any) -> Callable[[Job], Job] | None:
     return lambda job: replace(job, networks=(dense, *others))
 
 
-def steps_of(cfg: Any, jobs: Callable[[int], Sequence[tuple[float, Job]]]) -> int:
+def _steps_of(cfg: Any, jobs: Callable[[int], Sequence[tuple[float, Job]]]) -> int:
     """Optimizer steps of a run, for a budget of tokens or FLOPs from the cost of the last step; negative: unknown."""
     budget = budget_of(cfg)
     if budget is None:
@@ -318,21 +295,17 @@ def steps_of(cfg: Any, jobs: Callable[[int], Sequence[tuple[float, Job]]]) -> in
     return max(1, math.floor(cfg[budget] / each))
 
 
-def estimate_of(cfg: Any, module: Any, datamodule: Any, gpu: Gpu, *, ranks: int) -> Estimate:
-    """The estimate of a run.
+def estimate_of(cfg: Any, module: Any, shapes: Mapping[Shape, int], text: int, gpu: Gpu, *, ranks: int) -> Estimate:
+    """The estimate of a run, under `auto` at the least recomputation that leaves the margin, or else at full.
 
     Args:
         cfg: config of the run.
         module: its training module.
-        datamodule: data module after `setup`.
+        shapes: number of samples by latent shape `[C, T, H, W]`.
+        text: tokens of a caption.
         gpu: kind of GPU.
         ranks: number of GPUs.
     """
-    jobs = jobs_of(cfg, module, datamodule.buckets, datamodule.text_encoder.max_tokens, ranks=ranks)
-    return estimate_from(cfg, jobs, gpu)
-
-
-def estimate_from(cfg: Any, jobs: Callable[[int], list[tuple[float, Job]]], gpu: Gpu) -> Estimate:
-    """The estimate of a run from what `jobs_of` gave; under `auto` at its level."""
-    estimate = Estimate(gpu=gpu, jobs=jobs, steps=steps_of(cfg, jobs), automatic=_is_automatic(cfg))
-    return estimate.at(estimate.least_level) if estimate.automatic else estimate
+    jobs = _jobs_of(cfg, module, shapes, text, ranks=ranks)
+    estimate = Estimate(gpu=gpu, jobs=jobs, steps=_steps_of(cfg, jobs), automatic=_is_automatic(cfg))
+    return estimate.at(estimate.least_level(gpu.memory * (1 - MARGIN)) or "full") if estimate.automatic else estimate
