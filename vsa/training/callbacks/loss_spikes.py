@@ -21,23 +21,25 @@ from vsa.training.modules.base import DiffusionModule
 # ratio of standard deviation and median absolute deviation of a normal distribution
 _DEVIATIONS = 1.4826
 
+RISE = 0.5
+"""Smallest distance of a spike from the median, as a fraction of the median."""
+
 
 class SpikeRule:
     """Detects losses far above the preceding ones.
 
     A spike exceeds the median of the last losses by `threshold` standard deviations, estimated from the median absolute
-    deviation, which is robust to outliers, and by the fraction `rise` of the median. Spikes and non-finite losses are
+    deviation, which is robust to outliers, and by the fraction `RISE` of the median. Spikes and non-finite losses are
     not added to the window.
 
     Args:
         window: number of preceding losses to compare with.
         least: number of losses before the first decision.
         threshold: smallest distance of a spike from the median, in standard deviations.
-        rise: smallest distance of a spike from the median, as a fraction of the median.
     """
 
-    def __init__(self, *, window: int, least: int, threshold: float, rise: float):
-        self._least, self._threshold, self._rise = least, threshold, rise
+    def __init__(self, *, window: int, least: int, threshold: float):
+        self._least, self._threshold = least, threshold
         self.losses: deque[float] = deque(maxlen=window)
 
     def is_spike(self, loss: float) -> bool:
@@ -47,7 +49,7 @@ class SpikeRule:
         if len(self.losses) >= self._least:
             middle = median(self.losses)
             deviation = _DEVIATIONS * median(abs(before - middle) for before in self.losses)
-            if loss > middle + max(self._threshold * deviation, self._rise * abs(middle)):
+            if loss > middle + max(self._threshold * deviation, RISE * abs(middle)):
                 return True
         self.losses.append(loss)
         return False
@@ -66,8 +68,6 @@ class LossSpikes(L.Callback):
         window: number of preceding losses to compare with.
         least: number of losses before the first decision.
         threshold: smallest distance of a spike from the median of the losses, in standard deviations.
-        rise: smallest distance of a spike from the median, as a fraction of the median.
-        patience: number of consecutive spikes before a rollback.
         rollbacks: largest number of rollbacks; the next spike ends the run.
     """
 
@@ -80,15 +80,13 @@ class LossSpikes(L.Callback):
         window: Annotated[int, Bound(">=", 10)] = 128,
         least: Annotated[int, Bound(">=", 3)] = 16,
         threshold: Positive = 10.0,
-        rise: Positive = 0.5,
-        patience: AtLeastOne = 1,
         rollbacks: AtLeastOne = 10,
     ):
         if least > window:
             raise ValueError(f"least must be at most window={window}, got {least}")
-        self.patience, self.rollbacks = patience, rollbacks
-        self._rule = SpikeRule(window=window, least=least, threshold=threshold, rise=rise)
-        self._in_row = self._done = 0
+        self.rollbacks = rollbacks
+        self._rule = SpikeRule(window=window, least=least, threshold=threshold)
+        self._done = 0
 
     def setup(self, trainer: L.Trainer, pl_module: DiffusionModule, stage: str) -> None:
         if not pl_module.automatic_optimization:
@@ -101,13 +99,13 @@ class LossSpikes(L.Callback):
         self._checkpointing.keeps_regular = True
 
     def state_dict(self) -> dict[str, Any]:
-        return {"losses": list(self._rule.losses), "in_row": self._in_row, "rollbacks": self._done}
+        return {"losses": list(self._rule.losses), "rollbacks": self._done}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state_dict`; the window is empty if the run had no spike detection before."""
         self._rule.losses.clear()
         self._rule.losses.extend(state.get("losses", ()))
-        self._in_row, self._done = state.get("in_row", 0), state.get("rollbacks", 0)
+        self._done = state.get("rollbacks", 0)
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: DiffusionModule, outputs: Any, batch: Any, batch_idx: int
@@ -117,8 +115,7 @@ class LossSpikes(L.Callback):
         # these are shares of the loss of the step, over micro-batches and ranks
         share = torch.stack(pl_module.step_losses).sum().double()
         loss = float(trainer.strategy.reduce(share, reduce_op="sum"))
-        self._in_row = self._in_row + 1 if self._rule.is_spike(loss) else 0
-        if self._in_row >= self.patience:
+        if self._rule.is_spike(loss):
             self._go_back(trainer, pl_module, loss)
         if pl_module.logs_this_step(trainer.global_step):
             pl_module.log_step({"loss_spikes/rollbacks": self._done}, trainer.global_step)
@@ -131,9 +128,7 @@ class LossSpikes(L.Callback):
             raise FloatingPointError(
                 f"{usual}, after callbacks.loss_spikes.rollbacks={self.rollbacks} rollbacks: training stopped"
             )
-        # the state before the first of the consecutive spikes
-        checkpoint = self._checkpointing.last_good(trainer, last + 1 - self._in_row)
-        self._in_row = 0
+        checkpoint = self._checkpointing.last_good(trainer, last)
         if checkpoint is None:
             rank_zero_info(f"{usual}: no checkpoint to go back to, training goes on")
             return
