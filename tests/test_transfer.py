@@ -7,15 +7,15 @@ import time
 import pytest
 import torch
 
-from vsa.transfer import Arriving, Moment, sent, staging
+from vsa.transfer import DeviceTimestamp, PendingCopy, copy_async, staging
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
 def test_on_the_cpu_nothing_is_copied():
     x = torch.arange(3.0)
-    assert sent(x, "cpu") is x
-    assert sent(x, torch.device("cpu")) is x
+    assert copy_async(x, "cpu") is x
+    assert copy_async(x, torch.device("cpu")) is x
     memory = staging((2, 3), "cpu")
     assert memory.shape == (2, 3)
     assert memory.dtype == torch.float32
@@ -33,7 +33,7 @@ def test_elements_that_share_memory_are_sent(monkeypatch):
         torch.Tensor, "to", lambda x, device, non_blocking: (sent_to.append((device, non_blocking)), x)[1]
     )
     one = torch.tensor(3.0)
-    assert sent(one.expand(4), "cuda").tolist() == [3, 3, 3, 3]
+    assert copy_async(one.expand(4), "cuda").tolist() == [3, 3, 3, 3]
     assert sent_to == [("cuda", True)]
     # the control
     with pytest.raises(RuntimeError, match="more than one element"):
@@ -46,7 +46,7 @@ def test_a_gpu_gets_the_same_values_without_a_wait():
     torch.cuda.set_sync_debug_mode("error")
     try:
         sources = (expected, expected[::2], staging((1000,), "cuda").copy_(expected), expected[7].expand(5))
-        copies = [sent(x, "cuda") for x in sources]
+        copies = [copy_async(x, "cuda") for x in sources]
         # the control: other memory waits
         with pytest.raises(RuntimeError):
             expected.to("cuda")
@@ -59,7 +59,7 @@ def test_a_gpu_gets_the_same_values_without_a_wait():
 
 def test_a_value_that_arrives_is_that_of_its_time():
     x = torch.tensor([1.0, 2.0], requires_grad=True)
-    arriving = Arriving.of(x)
+    arriving = PendingCopy.of(x)
     with torch.no_grad():
         x.add_(1)
     assert arriving.read().tolist() == [1, 2]
@@ -67,9 +67,9 @@ def test_a_value_that_arrives_is_that_of_its_time():
 
 
 def test_moments_of_the_cpu_are_those_of_the_host():
-    first = Moment(torch.device("cpu"))
+    first = DeviceTimestamp(torch.device("cpu"))
     time.sleep(0.05)
-    second = Moment(torch.device("cpu"))
+    second = DeviceTimestamp(torch.device("cpu"))
     assert 0.05 <= second.seconds_since(first) < 5
 
 
@@ -78,12 +78,12 @@ def test_a_gpu_is_asked_for_values_and_times_that_it_has_not_reached():
     device = torch.device("cuda")
     x = torch.zeros(3, device=device)
     # the first page-locked memory may be taken only when the GPU is idle
-    Arriving.of(x).read()
-    first = Moment(device)
+    PendingCopy.of(x).read()
+    first = DeviceTimestamp(device)
     # about a quarter of a second
     torch.cuda._sleep(500_000_000)
     began = time.perf_counter()
-    arriving, second = Arriving.of(x.add_(1)), Moment(device)
+    arriving, second = PendingCopy.of(x.add_(1)), DeviceTimestamp(device)
     x.add_(1)
     assert time.perf_counter() - began < 0.05
     assert arriving.read().tolist() == [1, 1, 1]

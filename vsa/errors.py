@@ -124,7 +124,7 @@ class MemoryRanOut(ValueError):
 
 def memory_reason(error: BaseException | None) -> str:
     """What an allocator said, in a few words."""
-    # the CPU's begins with its place in C++, that of CUDA goes on about everything it holds
+    # CPU messages start with a C++ location, CUDA messages end with allocator statistics
     reason = str(error).partition("\n")[0].rpartition("Allocator: ")[2].partition(". GPU ")[0]
     return reason or type(error).__name__
 

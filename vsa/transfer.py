@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 
-def sent(x: Tensor, device: torch.device | str) -> Tensor:
+def copy_async(x: Tensor, device: torch.device | str) -> Tensor:
     """`x` on `device`; copies from the CPU to a GPU are asynchronous, through page-locked memory.
 
     A copy from pageable memory would block the host until the GPU has finished all queued work.
@@ -21,11 +21,11 @@ def sent(x: Tensor, device: torch.device | str) -> Tensor:
 
 
 def staging(size: tuple[int, ...], device: torch.device | str) -> Tensor:
-    """Uninitialised float32 CPU memory, page-locked if `device` is a GPU, for copies with `sent`."""
+    """Uninitialised float32 CPU memory, page-locked if `device` is a GPU, for copies with `copy_async`."""
     return torch.empty(size, dtype=torch.float32, pin_memory=torch.device(device).type == "cuda")
 
 
-class Arriving(NamedTuple):
+class PendingCopy(NamedTuple):
     """A tensor on its way to the host.
 
     Attributes:
@@ -37,7 +37,7 @@ class Arriving(NamedTuple):
     arrived: torch.cuda.Event | None
 
     @classmethod
-    def of(cls, x: Tensor) -> Arriving:
+    def of(cls, x: Tensor) -> PendingCopy:
         """Begin the copy, without waiting for the device to compute `x`."""
         if not x.is_cuda:
             return cls(x.detach().clone(), None)
@@ -53,7 +53,7 @@ class Arriving(NamedTuple):
         return self.value
 
 
-class Moment:
+class DeviceTimestamp:
     """A point in the work of a device, in the order in which the host has queued it.
 
     Args:
@@ -67,7 +67,7 @@ class Moment:
             self._reached = torch.cuda.Event(enable_timing=True)
             self._reached.record(torch.cuda.current_stream(device))
 
-    def seconds_since(self, earlier: Moment) -> float:
+    def seconds_since(self, earlier: DeviceTimestamp) -> float:
         """Seconds between two moments of one device; waits for this one."""
         if self._reached is None or earlier._reached is None:
             return self._host - earlier._host

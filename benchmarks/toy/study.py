@@ -15,7 +15,7 @@ from typing import Any
 from vsa.checkpoints.run_checkpoint import latest_checkpoint
 from vsa.files import atomic_file
 from vsa.sweeps.job_queue import Job, Slot, run_jobs
-from vsa.training.typed import without_tiles_kept
+from vsa.training.sparsity_overrides import without_tiles_kept
 
 ROOT = Path(__file__).parents[2]
 GRACE_SECONDS = 60

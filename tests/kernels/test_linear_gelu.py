@@ -16,7 +16,7 @@ from vsa_kernels.linear_gelu.op import bias_gelu_bwd, bias_gelu_fwd
 
 from tests.kernels.elementwise import TOLERANCE, assert_close, dtypes, poisoned_outputs  # noqa: F401 (the fixture)
 from tests.kernels.interpreted import further
-from vsa.models.recompute import computed_again_without_attention
+from vsa.models.recompute import checkpointed_except_attention
 
 # leading dims, C, F: odd sizes, more columns than one block has, several tiles of rows, a vector
 SHAPES = [((2, 5), 6, 10), ((37,), 3, 300), ((1, 130), 4, 9), ((), 5, 3), ((2, 3, 7), 8, 256), ((1, 1), 1, 1)]
@@ -228,7 +228,7 @@ def test_triton_runs_again_where_a_block_is_computed_again(triton_device, monkey
     monkeypatch.setattr(triton_bias_gelu, "forward", lambda *a: calls.append(a) or forward(*a))
 
     def again(x: Tensor, **others: Tensor) -> Tensor:
-        return computed_again_without_attention(lambda y: linear_gelu(y, **others, backend="triton"), x)
+        return checkpointed_except_attention(lambda y: linear_gelu(y, **others, backend="triton"), x)
 
     actual = results(again, **p)
     assert len(calls) == 2

@@ -15,7 +15,7 @@ from vsa_kernels.norm_rope.op import norm_rope_bwd, norm_rope_fwd
 
 from tests.kernels.elementwise import assert_close, dtypes, poisoned_outputs  # noqa: F401 (the fixture)
 from tests.kernels.interpreted import further
-from vsa.models.recompute import computed_again_without_attention
+from vsa.models.recompute import checkpointed_except_attention
 
 # B, L, H, D: odd L, heads of no power of two, and the widths of Wan-1.3B and of the small model
 SHAPES = [(2, 5, 3, 6), (1, 7, 2, 16), (2, 3, 12, 64), (1, 3, 5, 80), (1, 1, 1, 2), (1, 3, 12, 128)]
@@ -273,7 +273,7 @@ def test_triton_runs_again_where_a_block_is_computed_again(triton_device, monkey
     monkeypatch.setattr(triton_norm_rope, "forward", lambda *a: calls.append(a) or forward(*a))
 
     def again(**inputs: Any) -> Tensor:
-        return computed_again_without_attention(lambda x: norm_rope(**inputs | {"x": x}, backend="triton"), inputs["x"])
+        return checkpointed_except_attention(lambda x: norm_rope(**inputs | {"x": x}, backend="triton"), inputs["x"])
 
     actual = results(again, **p)
     assert len(calls) == 2

@@ -15,7 +15,7 @@ from vsa_kernels.residual_norm.op import residual_norm_bwd, residual_norm_fwd
 
 from tests.kernels.elementwise import TOLERANCE, assert_close, dtypes, poisoned_outputs  # noqa: F401 (the fixture)
 from tests.kernels.interpreted import further
-from vsa.models.recompute import computed_again_without_attention
+from vsa.models.recompute import checkpointed_except_attention
 
 # B, L, C: odd sizes, two channels, several programs a sample, more channels than a warp holds
 SHAPES = [(2, 5, 6), (1, 3, 2), (3, 37, 10), (2, 1, 300)]
@@ -311,7 +311,7 @@ def test_triton_runs_again_where_a_block_is_computed_again(triton_device, monkey
     monkeypatch.setattr(triton_residual_norm, "forward", lambda *a: calls.append(a) or forward(*a))
 
     def again(x: Tensor, **others: Any) -> tuple[Tensor, Tensor]:
-        return computed_again_without_attention(lambda y: call(y, **others), x)
+        return checkpointed_except_attention(lambda y: call(y, **others), x)
 
     actual = results(again, **p)
     assert len(calls) == 2

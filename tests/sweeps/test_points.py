@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from vsa.config import Sweep
 from vsa.sweeps.points import Point, at_learning_rates, at_seeds, learning_rates, variants_of
-from vsa.training.typed import without_tiles_kept
+from vsa.training.sparsity_overrides import without_tiles_kept
 
 STAGED = ("attention=staged", "attention.stages=l")
 

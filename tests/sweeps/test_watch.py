@@ -11,7 +11,7 @@ from rich.console import Console
 
 from vsa.evaluation.figures import final_loss
 from vsa.sweeps.job_queue import Job
-from vsa.sweeps.watch import RunView, Watch
+from vsa.sweeps.watch import RunView, SweepDisplay
 
 
 def write(folder, rows: str) -> None:
@@ -54,7 +54,7 @@ def test_a_terminal_has_a_table_and_a_file_has_lines(tmp_path):
 
     def output(terminal: bool) -> str:
         file = io.StringIO()
-        with Watch(tmp_path, Console(file=file, force_terminal=terminal, width=120, color_system=None)) as watch:
+        with SweepDisplay(tmp_path, Console(file=file, force_terminal=terminal, width=120, color_system=None)) as watch:
             watch.add(jobs)
             jobs[0].status, jobs[0].device = "running", "gpu 1"
             watch.changed(jobs[0])
@@ -75,7 +75,7 @@ def test_a_terminal_has_a_table_and_a_file_has_lines(tmp_path):
 def test_reasons_of_runs_move_no_cursor(tmp_path):
     file = io.StringIO()
     jobs = [Job("a", (), tmp_path / "a.log", status="failed", reason="because\x1b[2J of\x07")]
-    with Watch(tmp_path, Console(file=file, width=120)) as watch:
+    with SweepDisplay(tmp_path, Console(file=file, width=120)) as watch:
         watch.add(jobs)
         watch.changed(jobs[0])
     assert r"because\x1b[2J of\x07" in file.getvalue()
@@ -90,7 +90,7 @@ def test_a_damaged_row_of_one_run_ends_no_display(tmp_path, damage, terminal):
         file.write(damage + b"\n")
     (tmp_path / "a" / "config.yaml").write_bytes(b"\xff\xfe")
     text = io.StringIO()
-    with Watch(tmp_path, Console(file=text, force_terminal=terminal, width=100)) as watch:
+    with SweepDisplay(tmp_path, Console(file=text, force_terminal=terminal, width=100)) as watch:
         job = Job("a", ("a",), tmp_path / "a.log", status="running")
         watch.add([job])
         watch.changed(job)
@@ -108,7 +108,7 @@ def test_an_error_of_the_display_is_said_once_and_ends_no_sweep(tmp_path):
             raise ValueError("no display")
 
     console = Console(file=Broken(), force_terminal=True)
-    with warnings.catch_warnings(record=True) as said, Watch(tmp_path, console) as watch:
+    with warnings.catch_warnings(record=True) as said, SweepDisplay(tmp_path, console) as watch:
         warnings.simplefilter("always")
         watch.add([Job("a", ("a",), tmp_path / "a.log", status="running")])
         watch.tick()

@@ -77,11 +77,11 @@ BAD_SETTINGS = [
     (["init_from=missing/run"], "missing/run"),
     (["flop_budget=-1"], "flop_budget=-1: expected a number above 0, or null, got -1"),
     (["model=dit_120m", "data=folder", "data.root=missing/shards", "model.text_dim=64"], "missing/shards"),
-    (["trainer.accelerator=tpu9"], "trainer.accelerator=tpu9: expected one that is here (auto, cpu"),
+    (["trainer.accelerator=tpu9"], "trainer.accelerator=tpu9: not available here; available: auto, cpu"),
     *(
         []
         if torch.cuda.is_available()
-        else [(["trainer.accelerator=gpu"], "expected one that is here (auto, cpu), got")]
+        else [(["trainer.accelerator=gpu"], "trainer.accelerator=gpu: not available here; available: auto, cpu")]
     ),
     (["trainer.precision=99"], "99"),
     (["trainer.precision=bf16-mixed"], "trainer.precision=bf16-mixed is not supported, expected 32-true"),

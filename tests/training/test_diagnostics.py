@@ -242,7 +242,7 @@ def test_the_order_of_callbacks_in_the_settings_means_nothing(training):
         cfg.callbacks = callbacks
         names = [type(callback).__name__ for callback in run_module._callbacks(cfg, RunFolder(Path(cfg.run_dir)), [])]
         # what changes a checkpoint, what writes it, what may fail, what uses all of them when training starts
-        assert names[0] == "Opening"
+        assert names[0] == "OpenRunFolder"
         assert names[-3:] == ["Checkpointing", "Samples", "MissedValidation"]
         assert {"Diagnostics", "EMA", "Throughput"} <= set(names[1:-3])
 

@@ -344,7 +344,7 @@ def test_estimates_are_near_measurements(part, rows):
 
 def _here(monkeypatch: pytest.MonkeyPatch, gib: float) -> None:
     """Lets a CPU be an H200 to those who ask for its kind."""
-    for place in ("vsa.training.train", "vsa.training.callbacks.announcement"):
+    for place in ("vsa.training.train", "vsa.training.callbacks.print_estimate"):
         monkeypatch.setattr(f"{place}.gpu_here", lambda device: replace(H200, memory=gib * GIB))
 
 

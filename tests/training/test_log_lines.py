@@ -14,11 +14,11 @@ import torch
 
 import vsa.training.run_state as run_state
 import vsa.transfer as transfer
-from vsa.training.callbacks.last_lines import LastLines
+from vsa.training.callbacks.flush_metrics import FlushMetrics
 from vsa.training.log_lines import LogLines
 from vsa.training.metrics_csv import MetricsCSV
 from vsa.training.run_state import RunStatus
-from vsa.transfer import Moment
+from vsa.transfer import DeviceTimestamp
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -109,7 +109,7 @@ def test_a_line_is_written_in_the_next_step_and_is_the_same(training):
 @pytest.mark.parametrize("writes", [True, False], ids=["written", "control"])
 def test_a_run_that_fails_writes_its_last_line(training, monkeypatch, writes):
     if not writes:
-        monkeypatch.setattr(LastLines, "on_exception", lambda *_: None)
+        monkeypatch.setattr(FlushMetrics, "on_exception", lambda *_: None)
     with pytest.raises(RuntimeError, match="it fails"):
         training("callbacks.checkpoint=null", callbacks=(Fails(4),))
     rows = training.metrics()
@@ -123,7 +123,7 @@ def test_the_last_lines_of_one_rank_ask_no_other():
         clipper = SimpleNamespace(on_drop=dumps.append)
         # reads the norm of a step that was dropped
         module = SimpleNamespace(clippers={"model": clipper}, write_log=lambda it=clipper: it.on_drop and it.on_drop(3))
-        LastLines().on_exception(SimpleNamespace(world_size=world), module, RuntimeError())
+        FlushMetrics().on_exception(SimpleNamespace(world_size=world), module, RuntimeError())
         assert dumps == ([3] if world == 1 else [])
 
 
@@ -166,12 +166,12 @@ def test_times_of_steps_are_without_pauses(training, monkeypatch, within):
 @needs_gpu
 def test_a_pause_begins_when_the_gpu_is_idle():
     status, device = RunStatus(), torch.device("cuda")
-    first = Moment(device)
+    first = DeviceTimestamp(device)
     # about a quarter of a second
     torch.cuda._sleep(500_000_000)
     with status.paused():
         torch.cuda.synchronize()
-    assert Moment(device).seconds_since(first) - status.paused_seconds > 0.1
+    assert DeviceTimestamp(device).seconds_since(first) - status.paused_seconds > 0.1
 
 
 class Synchronisations(L.Callback):

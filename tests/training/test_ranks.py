@@ -16,7 +16,7 @@ import torch.distributed as dist
 from tests.training.ranks import Ranks, run_ranks
 from vsa.training.rank_times import CollectiveClock, RankTimes, straggler_line
 from vsa.training.run_state import RunStatus
-from vsa.training.watch import LOST_STATUS, Watch
+from vsa.training.watch import LOST_STATUS, RankMonitor
 
 RANKS = (
     "model.num_layers=1",
@@ -137,7 +137,7 @@ def test_a_rank_with_an_error_of_its_own_tells_it_and_ends_all(training, tmp_pat
 
 def test_only_steps_have_a_time_limit():
     status = RunStatus()
-    watch = Watch(Path("nowhere"), status)
+    watch = RankMonitor(Path("nowhere"), status)
     flags = []
     for stage in ("start", "steps", "end"):
         status.stage = stage

@@ -37,7 +37,7 @@ def explicit(level: str) -> str:
 
 def here(monkeypatch: pytest.MonkeyPatch, memory: float) -> None:
     """Lets a CPU be an H200 of that many bytes to those who ask for its memory."""
-    for place in ("train", "callbacks.announcement"):
+    for place in ("train", "callbacks.print_estimate"):
         monkeypatch.setattr(f"vsa.training.{place}.gpu_here", lambda device: replace(H200, memory=memory))
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from vsa.data.bad_samples import BadSample
 from vsa.errors import LoaderError
 from vsa.noise import draw_noise
-from vsa.transfer import sent
+from vsa.transfer import copy_async
 
 TextPadding = Literal["mask", "zeros"]
 """Padding of captions to one length: `mask` hides the padding, `zeros` attends to it, as Wan was trained."""
@@ -101,7 +101,7 @@ class VideoBatch:
         """The batch with latents and text on `device`; seeds, slots and noise stay on the CPU, where noise is drawn."""
         tensors = {name: getattr(self, name) for name in _INPUTS}
         inputs = {
-            name: sent(t, device) if isinstance(t, Tensor) else t.to(device, non_blocking=non_blocking)
+            name: copy_async(t, device) if isinstance(t, Tensor) else t.to(device, non_blocking=non_blocking)
             for name, t in tensors.items()
             if t is not None
         }

@@ -15,7 +15,7 @@ from torch import Tensor
 from vsa.data.index_values import channel_statistics
 from vsa.data.pretrained import component_folder, config_digest, read_config, refuse_missing, weights_digest
 from vsa.settings import Bound, checked
-from vsa.transfer import sent
+from vsa.transfer import copy_async
 
 
 class Codec(Protocol):
@@ -118,7 +118,7 @@ class HaarCodec:
                 f"video of {T}x{H}x{W} (frames, height, width) does not fit the codec stride {self.stride}"
             )
         cells = video.reshape(T // st, st, H // sh, sh, W // sw, sw, 3).permute(0, 2, 4, 1, 3, 5, 6)
-        basis = sent(self.basis, video.device)
+        basis = copy_async(self.basis, video.device)
         # pixel / 127.5 - 1 is part of the product, so that the pixels are read only once
         latents = torch.addmm(-basis.sum(1), cells.reshape(-1, st * sh * sw * 3).float(), basis.T / 127.5)  # [t*h*w, C]
         return latents.T.reshape(self.channels, T // st, H // sh, W // sw).contiguous()
@@ -135,7 +135,7 @@ class HaarCodec:
         _check_latents(latents, self.channels)
         st, sh, sw = self.stride
         _, t, h, w = latents.shape
-        basis = sent(self.basis, latents.device)
+        basis = copy_async(self.basis, latents.device)
         scale = torch.tensor(127.5, device=latents.device)
         cells = torch.addmm(scale, latents.float().flatten(1).T, basis * scale)
         # bytes are cheaper to reorder than floats

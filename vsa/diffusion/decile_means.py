@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from vsa.diffusion.flow_matching import decile
-from vsa.transfer import sent
+from vsa.transfer import copy_async
 
 
 class DecileMeans:
@@ -34,7 +34,7 @@ class DecileMeans:
         values = values.detach().double().to(self.table.device)
         valid = values.isfinite() if self._finite_only else torch.ones_like(values, dtype=torch.bool)
         # a sum over all samples for every decile: adding each sample to its own has no fixed order on a GPU
-        member = (sent(decile(sigmas), values.device) == torch.arange(10, device=values.device)[:, None]) & valid
+        member = (copy_async(decile(sigmas), values.device) == torch.arange(10, device=values.device)[:, None]) & valid
         self.table += torch.stack([torch.where(member, values, 0).sum(1), member.sum(1)])
 
     def gather(self, strategy: Any) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from vsa.noise import draw_noise, mixed_generator
 from vsa.settings import Positive, checked
-from vsa.transfer import sent
+from vsa.transfer import copy_async
 
 TIMESTEP_SCALE = 1000.0
 
@@ -33,7 +33,7 @@ def per_sample(values: Tensor, like: Tensor) -> Tensor:
     """
     if values.shape != like.shape[:1]:
         raise ValueError(f"expected one value per sample [{like.shape[0]}], got shape {tuple(values.shape)}")
-    return sent(values, like.device).view(-1, *[1] * (like.ndim - 1))
+    return copy_async(values, like.device).view(-1, *[1] * (like.ndim - 1))
 
 
 def add_noise(x0: Tensor, noise: Tensor, sigma: Tensor) -> Tensor:
@@ -210,7 +210,7 @@ def noise_like(latents: Tensor, seeds: Tensor, drawn: Tensor | None = None) -> T
         drawn = draw_noise(latents.shape, seeds, latents.device)
     elif drawn.shape != latents.shape:
         raise ValueError(f"expected noise of shape {tuple(latents.shape)}, got {tuple(drawn.shape)}")
-    return sent(drawn, latents.device).to(latents.dtype)
+    return copy_async(drawn, latents.device).to(latents.dtype)
 
 
 def loss_weights(sigma: Tensor, name: Literal["uniform", "sigma_sqrt", "cosmap"] = "uniform") -> Tensor:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vsa.transfer import sent
+from vsa.transfer import copy_async
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -43,4 +43,4 @@ class LatentStatistics:
         if latents.shape[1] != len(self.mean):
             raise ValueError(f"the latents have {latents.shape[1]} channels, their statistics {len(self.mean)}")
         shape = (1, -1, 1, 1, 1)
-        return sent(self.mean, latents.device).view(shape), sent(self.std, latents.device).view(shape)
+        return copy_async(self.mean, latents.device).view(shape), copy_async(self.std, latents.device).view(shape)

@@ -16,9 +16,9 @@ from vsa_kernels import norm_rope
 from vsa.attention.base import AttentionMethod
 from vsa.attention.context import AttnContext
 from vsa.attention.dense import cross_attn
-from vsa.models.compute_dtype import rounded, taken_over
+from vsa.models.compute_dtype import rounded, split_projection
 from vsa.models.embeddings import FeedForward, Residual, ResidualNorm, at_least_fp32, residual_sum
-from vsa.models.recompute import Level, computed_again, computed_again_without_attention
+from vsa.models.recompute import Level, checkpointed, checkpointed_except_attention
 from vsa.models.rope import Rope
 
 
@@ -77,7 +77,7 @@ class QKNorm(nn.RMSNorm):
         """
         weight = rounded(self.weight, self.compute_dtype)
         tables = (None, None) if rope is None else rope
-        x, arguments = taken_over(projection, x)
+        x, arguments = split_projection(projection, x)
         return norm_rope(x, weight, *tables, num_heads=self.num_heads, eps=self.eps, projection=arguments)
 
 
@@ -210,7 +210,7 @@ class TransformerBlock(nn.Module):
         traceable = ctx.recorder is None and not (ctx.keeps_selection and selects and not ctx.dense)
         run = self.run if traceable else TransformerBlock.body
         if self.activation_checkpointing == "full" and torch.is_grad_enabled():
-            return computed_again(run, self, x, cond, ctx)
+            return checkpointed(run, self, x, cond, ctx)
         return run(self, x, cond, ctx)
 
     def body(self, x: Tensor, cond: Conditioning, ctx: AttnContext) -> Tensor:
@@ -218,10 +218,10 @@ class TransformerBlock(nn.Module):
         level = self.activation_checkpointing if torch.is_grad_enabled() else "none"
         if level == "attention_mlp":
             # not passed: older versions of torch would compile each layer for its own context
-            return computed_again_without_attention(lambda x, cond: self._sublayers(x, cond, ctx), x, cond)
+            return checkpointed_except_attention(lambda x, cond: self._sublayers(x, cond, ctx), x, cond)
         mod = self._modulation(cond)
         if level == "attention":
-            states = computed_again_without_attention(
+            states = checkpointed_except_attention(
                 lambda x, mod, cond: self._attentions(x, mod, cond, ctx), x, mod, cond
             )
         else:

@@ -44,7 +44,7 @@ def linear_arguments(module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor, Tens
     return rounded(x, dtype), rounded(linear.weight, dtype), rounded(linear.bias, dtype)
 
 
-def taken_over(module: nn.Module, x: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+def split_projection(module: nn.Module, x: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
     """Input and `projection` (weight and bias) for an operator that computes a linear layer together with what follows.
 
     For a module that has to be called, its output and None.

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from vsa_kernels import gated_residual, linear_gelu, residual_norm
 
-from vsa.models.compute_dtype import linear_arguments, rounded, taken_over
+from vsa.models.compute_dtype import linear_arguments, rounded, split_projection
 
 Grid = tuple[int, int, int]
 
@@ -83,7 +83,7 @@ class ResidualNorm(LayerNormFp32):
             weight, bias = (at_least_fp32(rounded(parameter, self.compute_dtype)) for parameter in parameters)
         arguments = None
         if projection is not None and update is not None:
-            update, arguments = taken_over(projection, update)
+            update, arguments = split_projection(projection, update)
         return residual_norm(x, update, gate, weight, bias, eps=self.eps, projection=arguments)
 
 
@@ -97,7 +97,7 @@ class Residual(nn.Module):
 
 def residual_sum(x: Tensor, update: Tensor, gate: Tensor, projection: nn.Module) -> Tensor:
     """The sum `x + gate * projection(update)`; arguments as in `ResidualNorm`."""
-    update, arguments = taken_over(projection, update)
+    update, arguments = split_projection(projection, update)
     return gated_residual(x, update, gate, projection=arguments)
 
 

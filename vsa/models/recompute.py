@@ -23,17 +23,17 @@ Result = TypeVar("Result")
 Level = Literal["none", "attention", "attention_mlp", "full"]
 
 LEVELS: tuple[Level, ...] = ("none", "attention", "attention_mlp", "full")
-"""From the one that computes least again to the one that keeps least."""
+"""Ordered by increasing recomputation."""
 
 _BY_ELEMENT = tuple(f"vsa_kernels.{name}_" for name in ("norm_rope", "bias_gelu", "residual_norm", "gated_residual"))
 
 
-def computed_again(function: Callable[..., Result], *args: Any) -> Result:
+def checkpointed(function: Callable[..., Result], *args: Any) -> Result:
     """`function(*args)`, recomputed in the backward pass from its arguments."""
     return checkpoint(function, *args, use_reentrant=False)
 
 
-def computed_again_without_attention(function: Callable[..., Result], *args: Any) -> Result:
+def checkpointed_except_attention(function: Callable[..., Result], *args: Any) -> Result:
     """`function(*args)`, recomputed in the backward pass except for the results of attention operators."""
     contexts = partial(create_selective_checkpoint_contexts, _keep_attention)
     return checkpoint(function, *args, use_reentrant=False, context_fn=contexts)

@@ -25,7 +25,7 @@ from vsa.models.video_dit import TopK, VideoDiT
 from vsa.objectives.discriminator import Discriminator, Gan
 from vsa.objectives.step_embedding import StepEmbedding
 from vsa.settings import NonNegative, Positive, checked
-from vsa.transfer import sent
+from vsa.transfer import copy_async
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,7 +222,7 @@ class DistributionMatching:
         x0 = self.generate(networks.generator, batch, latents, update="generator", index=index, topk=topk)
         sigmas, x_t, noise = self._noised(networks, batch, x0, seed=seed, iteration=iteration, update="generator")
         with torch.no_grad():
-            timestep = sent(fm.to_timestep(sigmas), x_t.device)
+            timestep = copy_async(fm.to_timestep(sigmas), x_t.device)
             fake = self._fake_velocity(networks, batch, x_t, timestep, topk, index)
             real = self._guided_velocity(networks.real_score, batch, negative, x_t, timestep, topk)
             fake_x0, real_x0 = (dm.predicted_x0(x_t, v.to(x_t.dtype), sigmas) for v in (fake, real))
@@ -256,7 +256,7 @@ class DistributionMatching:
         with torch.no_grad():
             x0 = self.generate(networks.generator, batch, latents, update="fake_score", index=index, topk=topk)
         sigmas, x_t, noise = self._noised(networks, batch, x0, seed=seed, iteration=iteration, update="fake_score")
-        timestep = sent(fm.to_timestep(sigmas), x_t.device)
+        timestep = copy_async(fm.to_timestep(sigmas), x_t.device)
         if self.gan is None:
             velocity = self._fake_velocity(networks, batch, x_t, timestep, topk, index)
             loss = dm.critic_loss(velocity, x0, noise)

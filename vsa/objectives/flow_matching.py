@@ -18,7 +18,7 @@ from vsa.diffusion import flow_matching as fm
 from vsa.models.forward_hooks import capture_outputs
 from vsa.models.video_dit import TopK, VideoDiT
 from vsa.settings import NonNegative, Positive, checked
-from vsa.transfer import sent
+from vsa.transfer import copy_async
 
 VALIDATION_SEED = 7919
 """Offset of the run's seed for noise and timesteps of validation, which must differ from those of training."""
@@ -121,12 +121,12 @@ class FlowMatchingLoss:
         )
         sigmas = all_sigmas[batch.slots]
         noise = fm.noise_like(latents, batch.seeds, batch.noise)
-        sigma = sent(sigmas.float(), latents.device)
+        sigma = copy_async(sigmas.float(), latents.device)
         return NoisedBatch(
             x_t=fm.add_noise(latents, noise, sigma),
             timestep=fm.to_timestep(sigma),
             target=fm.velocity_target(latents, noise),
-            weights=sent(fm.loss_weights(sigmas, self.weighting).float(), latents.device),
+            weights=copy_async(fm.loss_weights(sigmas, self.weighting).float(), latents.device),
             sigmas=sigmas,
             total_weight=float(fm.loss_weights(all_sigmas, self.weighting).sum()),
         )

@@ -34,12 +34,12 @@ from vsa.sweeps.job_queue import Job, Slot, run_jobs
 from vsa.sweeps.lifeline import OPTION
 from vsa.sweeps.points import Point, at_learning_rates, at_seeds, learning_rates, variants_of
 from vsa.sweeps.record import SweepRecord
-from vsa.sweeps.watch import Watch
+from vsa.sweeps.watch import SweepDisplay
 from vsa.training.hydra_guard import SETTING
 from vsa.training.launch import INPUT_ERRORS, run
 from vsa.training.model_sizes import fill_model
+from vsa.training.sparsity_overrides import sets_tiles_kept, without_tiles_kept
 from vsa.training.train import check_run
-from vsa.training.typed import sets_tiles_kept, without_tiles_kept
 
 Where = Sequence[Slot] | Launcher
 """Slots of this machine, or the launcher of a cluster."""
@@ -83,7 +83,7 @@ class PointSweeper(Sweeper):
         sweep_run = SweepRun(self, sweep, folder, settings, seed=config.seed, overwrite=config.overwrite)
         points = variants_of(sweep, axes, shared=shared, used=lambda own: self.used(own, settings))
         try:
-            with locked(folder), Watch(folder) as watch:
+            with locked(folder), SweepDisplay(folder) as watch:
                 sweep_run.train(points, where, watch)
         except Interrupted as stop:
             print(f"{stop}, the same command goes on: {sweep_run.command}")
@@ -164,7 +164,7 @@ class QueueLauncher(Launcher):
         points = [Point(f"trial-{initial_job_idx + i}", own) for i, own in enumerate(overrides)]
         search = SweepRun(self._sweeper, sweep, folder, [], seed=config.seed, overwrite=config.overwrite)
         try:
-            with locked(folder), Watch(folder) as watch:
+            with locked(folder), SweepDisplay(folder) as watch:
                 search.train(points, slots_of(sweep, config.trainer), watch)
         except Interrupted as stop:
             print(f"{stop}, the same command goes on: {search.command}")
@@ -220,7 +220,7 @@ class SweepRun:
         self._record = SweepRecord(folder, sweep=str(sweep.name), command=self.command, settings=settings)
         self._jobs: dict[str, Job] = {}
 
-    def train(self, variants: Sequence[Point], where: Where, watch: Watch) -> None:
+    def train(self, variants: Sequence[Point], where: Where, watch: SweepDisplay) -> None:
         """Train every variant: first at its learning rates, then at its seeds.
 
         Raises:
@@ -281,7 +281,7 @@ class SweepRun:
     def _place(self, point: Point) -> list[str]:
         return [key_value("run", point.name), key_value("run_dir", self._folder / point.name)]
 
-    def _note(self, watch: Watch, points: Sequence[Point], status: Any, reason: str) -> None:
+    def _note(self, watch: SweepDisplay, points: Sequence[Point], status: Any, reason: str) -> None:
         for point in points:
             job = Job(point.name, (), self._log(point), status=status, reason=reason)
             self._jobs[point.name] = job
@@ -292,7 +292,7 @@ class SweepRun:
     def _log(self, point: Point) -> Path:
         return self._folder / f"{point.name}.log"
 
-    def _queue(self, points: Sequence[Point], where: Where, watch: Watch) -> None:
+    def _queue(self, points: Sequence[Point], where: Where, watch: SweepDisplay) -> None:
         self._refuse_changed(points)
         jobs = [self._job(point) for point in points]
         self._jobs |= {job.name: job for job in jobs}

@@ -81,7 +81,7 @@ class RunView:
         return left if math.isfinite(left) else None
 
 
-class Watch:
+class SweepDisplay:
     """A table of all runs that is redrawn on a terminal; for other outputs, a line at every change.
 
     Args:
@@ -108,7 +108,7 @@ class Watch:
                 warnings.warn(f"the display of the sweep is incomplete: {error!r}", stacklevel=3)
             self._failed = True
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> SweepDisplay:
         with self._shown():
             if self._console.is_terminal:
                 self._live.start()

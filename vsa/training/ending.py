@@ -32,7 +32,7 @@ from vsa.training.out_of_memory import told_out_of_memory
 from vsa.training.parallel import ShardedDataParallel
 from vsa.training.run_state import RunStatus
 from vsa.training.summary import closing_lines
-from vsa.training.watch import Watch
+from vsa.training.watch import RankMonitor
 
 PAGE_SECONDS = 30.0
 """Time limit in seconds for writing the page of a run at its end."""
@@ -125,7 +125,7 @@ def fit(trainer: L.Trainer, module: DiffusionModule, datamodule: Any, run_dir: P
     tear_down_unread_data(trainer)
     handlers = current_handlers()
     try:
-        with Watch(run_dir, module.status) as watch:
+        with RankMonitor(run_dir, module.status) as watch:
             owner: Any = trainer
             if isinstance(strategy := owner.strategy, ShardedDataParallel):
                 strategy.watch = watch

@@ -14,7 +14,7 @@ from torch.profiler import record_function
 
 from vsa.models.video_dit import VideoDiT
 from vsa.training.optimizer import ROLES
-from vsa.transfer import Arriving
+from vsa.transfer import PendingCopy
 
 
 def refuse_training_free(model: VideoDiT, key: str = "attention") -> None:
@@ -55,7 +55,7 @@ class GradientClipper:
         self._skipped = False
         self._skipped_total = self._in_row = self._made = 0
         # of the last update: its norm and its step
-        self._unread: tuple[Arriving, int] | None = None
+        self._unread: tuple[PendingCopy, int] | None = None
         self.on_drop: Callable[[int], None] | None = None
 
     @record_function("GradientClipper")
@@ -85,7 +85,7 @@ class GradientClipper:
             # before the host waits for the norm, since a GPU would wait for the host afterwards
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
             torch.nn.utils.clip_grads_with_norm_(parameters, self.clip, total)
-        self._unread = Arriving.of(total), step
+        self._unread = PendingCopy.of(total), step
         self._made += 1
         if optimizer.param_groups[0].get("fused") and not self.waits:
             # a fused AdamW does nothing where this is 1, as for gradients scaled to fp16

@@ -30,7 +30,7 @@ from omegaconf.errors import OmegaConfBaseException
 from vsa.config_files import config_folder
 from vsa.errors import one_line_errors
 from vsa.training.hydra_guard import open_hydra, refuse_secrets
-from vsa.training.typed import Typed
+from vsa.training.sparsity_overrides import SparsityOverrides
 
 INPUT_ERRORS = (HydraException, OmegaConfBaseException, FloatingPointError)
 """Exceptions that a config can cause, in addition to ValueError and OSError."""
@@ -157,7 +157,7 @@ def run(cfg: DictConfig) -> float | None:
     from vsa.training.train import train
 
     with one_line_errors(*INPUT_ERRORS, traceback=False), rank_zero_reports(ValueError, OSError, *INPUT_ERRORS):
-        train(cfg, Typed.of(HydraConfig.get()))
+        train(cfg, SparsityOverrides.of(HydraConfig.get()))
         return final_loss(Path(str(cfg.run_dir)))
 
 

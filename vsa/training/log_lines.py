@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from vsa.transfer import Arriving
+from vsa.transfer import PendingCopy
 
 Metrics = Mapping[str, Tensor | float] | Callable[[], Mapping[str, float]]
 """Metrics by name, whose tensors may still be computed, or a function that returns them once they are known."""
@@ -28,7 +28,7 @@ class LogLines:
         if callable(metrics):
             self._waiting.append((step, metrics))
             return
-        arriving = {k: Arriving.of(value) if isinstance(value, Tensor) else value for k, value in metrics.items()}
+        arriving = {k: PendingCopy.of(value) if isinstance(value, Tensor) else value for k, value in metrics.items()}
         self._waiting.append((step, lambda: {name: _read(value) for name, value in arriving.items()}))
 
     def write(self, loggers: Sequence[Any]) -> None:
@@ -45,5 +45,5 @@ class LogLines:
         self._waiting.clear()
 
 
-def _read(value: Arriving | float) -> float:
-    return float(value.read() if isinstance(value, Arriving) else value)
+def _read(value: PendingCopy | float) -> float:
+    return float(value.read() if isinstance(value, PendingCopy) else value)

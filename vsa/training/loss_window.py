@@ -15,7 +15,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
 from vsa.diffusion.decile_means import DecileMeans
-from vsa.transfer import Arriving
+from vsa.transfer import PendingCopy
 
 
 class LossWindow:
@@ -88,9 +88,9 @@ class LossWindow:
         if dist.is_initialized():
             # Lightning's reduction has a barrier, at which the host waits for the device
             dist.all_reduce(flat)
-        return partial(self._with_earlier, Arriving.of(flat), shape)
+        return partial(self._with_earlier, PendingCopy.of(flat), shape)
 
-    def _with_earlier(self, arriving: Arriving, shape: tuple[int, int]) -> tuple[Tensor, DecileMeans]:
+    def _with_earlier(self, arriving: PendingCopy, shape: tuple[int, int]) -> tuple[Tensor, DecileMeans]:
         flat, deciles = arriving.read(), DecileMeans(finite_only=True)
         steps, table = flat[:-20].view(shape), flat[-20:].view(2, 10)
         if len(self._steps_before):

@@ -28,7 +28,7 @@ from vsa.training.hosts import connect_hosts
 from vsa.training.lightning_compat import MeshStrategy, stop_watching
 from vsa.training.out_of_memory import out_of_memory_line
 from vsa.training.run_state import LEVEL
-from vsa.training.watch import Timeouts, Watch
+from vsa.training.watch import RankMonitor, Timeouts
 
 aten = torch.ops.aten
 
@@ -250,8 +250,8 @@ class ShardedDataParallel(MeshStrategy):
     hosts: dist.ProcessGroup | None = None
     """The ranks, for what their hosts agree on while GPUs compute; None: those of all collectives."""
 
-    watch: Watch | None = None
-    """Watch of the run, which ends this rank if it can only wait."""
+    watch: RankMonitor | None = None
+    """Monitor of the run, which ends this rank if it can only wait."""
 
     def __init__(
         self,

@@ -28,12 +28,12 @@ from vsa.errors import told_together
 from vsa.models.init import without_memory
 from vsa.places import run_folder_of
 from vsa.training.budgets import MEASURED_STEPS, WARM_UP_STEPS, StepTimer, budget_of, steps_of_budget
-from vsa.training.callbacks.announcement import Announcement
 from vsa.training.callbacks.bad_samples import BadSamples
 from vsa.training.callbacks.checkpoint import Checkpointing
-from vsa.training.callbacks.last_lines import LastLines
+from vsa.training.callbacks.flush_metrics import FlushMetrics
 from vsa.training.callbacks.missed_validation import MissedValidation
-from vsa.training.callbacks.opening import Opening
+from vsa.training.callbacks.open_run_folder import OpenRunFolder
+from vsa.training.callbacks.print_estimate import PrintEstimate
 from vsa.training.callbacks.start_times import StartTimes
 from vsa.training.config_changes import changed_settings, listed, refuse_changes, refuse_unknown_keys
 from vsa.training.deadline import deadline_of
@@ -45,7 +45,7 @@ from vsa.training.modules.base import JobSize
 from vsa.training.out_of_memory import told_out_of_memory
 from vsa.training.parallel import choose_strategy
 from vsa.training.run_state import REPLAY, RunStart
-from vsa.training.typed import NOTHING, Typed
+from vsa.training.sparsity_overrides import NOTHING, SparsityOverrides
 
 KNOWN_WARNINGS = (
     # our streams distribute their items over workers themselves
@@ -64,7 +64,7 @@ KNOWN_WARNINGS = (
 )
 
 
-def train(cfg: DictConfig, typed: Typed = NOTHING) -> None:
+def train(cfg: DictConfig, typed: SparsityOverrides = NOTHING) -> None:
     """Train with the settings `cfg`, in the run folder `cfg.run_dir`.
 
     Args:
@@ -149,7 +149,11 @@ def check_run(cfg: DictConfig, opened: dict[str, Any]) -> None:
 
 
 def _task(
-    cfg: DictConfig, datamodule: Any, resume: Checkpoint | None = None, typed: Typed = NOTHING, is_set_up: bool = False
+    cfg: DictConfig,
+    datamodule: Any,
+    resume: Checkpoint | None = None,
+    typed: SparsityOverrides = NOTHING,
+    is_set_up: bool = False,
 ) -> Any:
     """The module of a run; all mismatches of model, initial weights and data are told at once."""
     if resume is None:
@@ -187,7 +191,9 @@ def _check_values(cfg: DictConfig) -> None:
     _check_accelerator(cfg.trainer.accelerator)
 
 
-def _train(cfg: DictConfig, run_dir: Path, folder: RunFolder, typed: Typed, start_times: StartTimes) -> None:
+def _train(
+    cfg: DictConfig, run_dir: Path, folder: RunFolder, typed: SparsityOverrides, start_times: StartTimes
+) -> None:
     for message in KNOWN_WARNINGS:
         warnings.filterwarnings("ignore", message=message)
     rank_zero_module.log.addFilter(_no_advert)
@@ -232,7 +238,7 @@ def _check_accelerator(name: str) -> None:
     for kind, accelerator in (("cuda", CUDAAccelerator), ("mps", MPSAccelerator)):
         usable += [kind, "gpu"] if accelerator.is_available() else []
     if name not in usable:
-        raise ValueError(f"trainer.accelerator={name}: expected one that is here ({', '.join(usable)}), got {name!r}")
+        raise ValueError(f"trainer.accelerator={name}: not available here; available: {', '.join(usable)}")
 
 
 def _is_first_process(cfg: DictConfig) -> bool:
@@ -275,7 +281,7 @@ def _resume(cfg: DictConfig, run_dir: Path) -> Checkpoint | None:
     return None
 
 
-def _check_model(cfg: DictConfig, datamodule: Any, typed: Typed = NOTHING) -> None:
+def _check_model(cfg: DictConfig, datamodule: Any, typed: SparsityOverrides = NOTHING) -> None:
     """Refuse a model that is invalid or does not fit the encoders, before any data are prepared."""
     with without_memory():
         model = model_factory(cfg)()
@@ -326,7 +332,7 @@ def _step_seconds(cfg: DictConfig, step: int) -> float:
     module.check_weights(datamodule)
     # at the level of activation checkpointing that the run will have
     with told_out_of_memory(module):
-        _trainer(trial, module, [timer, Announcement(trial)], []).fit(module, datamodule=datamodule)
+        _trainer(trial, module, [timer, PrintEstimate(trial)], []).fit(module, datamodule=datamodule)
     return timer.seconds
 
 
@@ -373,8 +379,10 @@ def _built(cfg: DictConfig, group: str) -> list[Any]:
 def _callbacks(cfg: DictConfig, folder: RunFolder, loggers: list[Any]) -> list[L.Callback]:
     """Callbacks by order: opening of the run, changes of its state (0), saving (1), display of the saved state (2)."""
     callbacks = _built(cfg, "callbacks")
-    opening = Opening(folder, OmegaConf.to_yaml(OmegaConf.create(resolved(cfg))), loggers, overwrite=_overwrites(cfg))
-    callbacks += [BadSamples(str(cfg.run_dir)), Announcement(cfg), LastLines()]
+    opening = OpenRunFolder(
+        folder, OmegaConf.to_yaml(OmegaConf.create(resolved(cfg))), loggers, overwrite=_overwrites(cfg)
+    )
+    callbacks += [BadSamples(str(cfg.run_dir)), PrintEstimate(cfg), FlushMetrics()]
     return [opening, *sorted(callbacks, key=lambda callback: getattr(callback, "order", 0)), MissedValidation()]
 
 
@@ -407,6 +415,6 @@ def _trainer(cfg: DictConfig, module: Any, callbacks: list[L.Callback], loggers:
         settings["devices"] = int(os.environ["LOCAL_WORLD_SIZE"])
         settings["num_nodes"] = int(os.environ["WORLD_SIZE"]) // settings["devices"]
     settings["strategy"] = choose_strategy(settings["strategy"], processes=_processes(settings))
-    # Lightning makes the other loggers create files before everything is checked; `Opening` attaches them
+    # Lightning makes the other loggers create files before everything is checked; `OpenRunFolder` attaches them
     quiet = [logger for logger in loggers if hasattr(logger, "part")]
     return build(settings, callbacks=callbacks, logger=quiet)

@@ -19,7 +19,7 @@ from types import TracebackType
 from torch.distributed import DistError
 
 from vsa.signals import ENDING, NOTHING_SAVED, Stopped, exit_now, is_foreign
-from vsa.training.meeting import Beat, Meeting, own_beat, state_of_process
+from vsa.training.heartbeats import Heartbeat, HeartbeatExchange, own_heartbeat, state_of_process
 from vsa.training.run_state import RunStatus
 
 LOST_STATUS = 75
@@ -67,7 +67,7 @@ class _Seen:
         lost_since: time since which its process is dead or stopped; None: it is not, as far as is known.
     """
 
-    beat: Beat
+    beat: Heartbeat
     heard: float
     lost_since: float | None = None
 
@@ -76,7 +76,7 @@ class _Seen:
         return 0.0 if self.lost_since is None else now - self.lost_since
 
 
-class Watch:
+class RankMonitor:
     """A thread that receives signals, forwards them to all ranks, and ends this rank if it can only wait.
 
     Python runs signal handlers in the main thread between bytecode instructions, hence not while it waits in a
@@ -89,9 +89,9 @@ class Watch:
 
     def __init__(self, run_dir: Path, status: RunStatus):
         self._run_dir, self._status = run_dir, status
-        self._own = own_beat()
+        self._own = own_heartbeat()
         self._timeouts = Timeouts()
-        self._meeting: Meeting | None = None
+        self._meeting: HeartbeatExchange | None = None
         self._met = False
         self._seen: dict[int, _Seen] = {}
         self._moved = self._ticked = time.monotonic()
@@ -105,7 +105,7 @@ class Watch:
         self._stop = threading.Event()
         self._wakeup = -1
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> RankMonitor:
         self._ear, mouth = socket.socketpair()
         mouth.setblocking(False)
         self._mouth = mouth
@@ -147,7 +147,7 @@ class Watch:
         self._children = children
 
     def dismiss(self) -> None:
-        """Stop judging ranks and signals: this rank ends by itself."""
+        """Stop monitoring: this rank is shutting down."""
         self._stop.set()
 
     def meet(self, timeouts: Timeouts) -> None:
@@ -155,7 +155,7 @@ class Watch:
         self._timeouts = timeouts
         self._interval = min(INTERVAL, timeouts.step / 5)
         # set before it is open: this rank may end meanwhile and must report it
-        self._meeting = meeting = Meeting(self._say, interval=self._interval, patience=timeouts.first)
+        self._meeting = meeting = HeartbeatExchange(self._say, interval=self._interval, patience=timeouts.first)
         meeting.open()
         now = time.monotonic()
         self._seen = {r: _Seen(beat=b, heard=now) for r, b in enumerate(meeting.beats) if r != meeting.rank}
@@ -179,7 +179,7 @@ class Watch:
         if self._met and (isinstance(error, DistError) or any(name in words for name in ("gloo", "NCCL"))):
             time.sleep(SETTLING)
 
-    def _say(self) -> Beat:
+    def _say(self) -> Heartbeat:
         received = self._received[0][0] if self._received else 0
         return replace(self._own, paused=self._status.paused_now or self._status.stage != "steps", signal=received)
 
@@ -210,7 +210,7 @@ class Watch:
         self._moved = now
         self._seen = {rank: replace(peer, heard=now, lost_since=None) for rank, peer in self._seen.items()}
 
-    def _hear(self, meeting: Meeting, now: float) -> None:
+    def _hear(self, meeting: HeartbeatExchange, now: float) -> None:
         for rank, peer in self._seen.items():
             beat = meeting.beats[rank]
             if beat.count != peer.beat.count:
@@ -256,7 +256,7 @@ class Watch:
                 why = f"{self._named(rank)} does not answer, so no step can be finished"
                 self._end(f"{name}: {why}: {self._saved()}", 128 + number, error=False)
 
-    def _judge_ranks(self, meeting: Meeting, now: float) -> None:
+    def _judge_ranks(self, meeting: HeartbeatExchange, now: float) -> None:
         limit = self._timeouts.step if self._stepped else self._timeouts.first
         for peer in self._seen.values():
             if peer.beat.verdict:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from vsa.data.plan import hash64
 from vsa.settings import AtLeastOne, Seed, checked
-from vsa.transfer import sent
+from vsa.transfer import copy_async
 
 COLOURS: dict[str, tuple[int, int, int]] = {
     "red": (235, 40, 40),
@@ -116,7 +116,7 @@ class Scenes:
 
     def to(self, device: torch.device | str) -> Scenes:
         """The same on `device`."""
-        return Scenes(looks=sent(self.looks, device), paths=sent(self.paths, device))
+        return Scenes(looks=copy_async(self.looks, device), paths=copy_async(self.paths, device))
 
 
 def stack_scenes(scenes: Sequence[Scenes]) -> Scenes:

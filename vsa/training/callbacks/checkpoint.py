@@ -111,7 +111,7 @@ class Checkpointing(L.Callback):
             raise Stopped(number)
         if self._pending is None:
             self._pending = number
-            what = "ending with the clips in hand" if self._complete else "saving after this step"
+            what = "stopping after the current clips" if self._complete else "saving after this step"
             rank_zero_info(f"{signal.Signals(number).name}: {what}")
 
     def _agree(self, trainer: L.Trainer) -> bool:

@@ -46,7 +46,7 @@ class NanDump(L.Callback):
     def __init__(self, run_dir: str, dumps: Count = 1):
         self.folder, self.dumps = Path(run_dir) / FOLDER, dumps
         self._left = 0
-        # of the step in hand and of the one before it
+        # of the current step and of the one before it
         self._batches: dict[int, list[VideoBatch]] = {}
         self._losses_before: list[Tensor] = []
 

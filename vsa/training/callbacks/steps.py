@@ -8,7 +8,7 @@ from typing import Any
 import lightning as L
 
 from vsa.training.modules.base import DiffusionModule
-from vsa.training.watch import Watch
+from vsa.training.watch import RankMonitor
 
 
 class Steps(L.Callback):
@@ -18,7 +18,7 @@ class Steps(L.Callback):
         watch: watch of this rank.
     """
 
-    def __init__(self, watch: Watch):
+    def __init__(self, watch: RankMonitor):
         self._watch = watch
         self._began = 0.0
 

@@ -15,7 +15,7 @@ from vsa.data.batch import VideoBatch
 from vsa.training.modules.base import DiffusionModule
 from vsa.training.rank_times import CollectiveClock, RankTimes
 from vsa.training.run_state import RunStatus
-from vsa.transfer import Moment
+from vsa.transfer import DeviceTimestamp
 
 PEAK_BF16_TFLOPS = {
     "H100 PCIe": 756,
@@ -55,7 +55,7 @@ class Throughput(L.Callback):
     _ranks: RankTimes | None = None
 
     def on_train_start(self, trainer: L.Trainer, pl_module: DiffusionModule) -> None:
-        self._restart(Moment(pl_module.device), pl_module.status)
+        self._restart(DeviceTimestamp(pl_module.device), pl_module.status)
         if trainer.world_size > 1:
             self._clock = CollectiveClock().__enter__()
             self._ranks = RankTimes(self._clock, lambda: time.perf_counter() - pl_module.status.paused_seconds)
@@ -78,7 +78,7 @@ class Throughput(L.Callback):
         if self._ranks is not None:
             self._ranks.computed()
 
-    def _restart(self, now: Moment, status: RunStatus) -> None:
+    def _restart(self, now: DeviceTimestamp, status: RunStatus) -> None:
         self._started, self._paused_before = now, status.paused_seconds
         self._steps = self._tokens = 0
         self._executed = self._dense = 0.0
@@ -114,7 +114,7 @@ class Throughput(L.Callback):
         pl_module.status.flops_total += flops.executed * batch.num_slots
         if not pl_module.logs_this_step(step):
             return
-        now, peak = Moment(pl_module.device), peak_tflops(pl_module.device)
+        now, peak = DeviceTimestamp(pl_module.device), peak_tflops(pl_module.device)
         pl_module.log_step(self._speeds(now, pl_module.status, peak, trainer.world_size), step)
         tiles = layout.num_video_tiles
         metrics = {
@@ -128,7 +128,9 @@ class Throughput(L.Callback):
         pl_module.log_step(metrics, step)
         self._restart(now, pl_module.status)
 
-    def _speeds(self, now: Moment, status: RunStatus, peak: float | None, ranks: int) -> Callable[[], dict[str, float]]:
+    def _speeds(
+        self, now: DeviceTimestamp, status: RunStatus, peak: float | None, ranks: int
+    ) -> Callable[[], dict[str, float]]:
         """Function that waits until the device has done the steps counted `now`, for their times."""
         started, paused = self._started, status.paused_seconds - self._paused_before
         steps, tokens, executed, dense = self._steps, self._tokens, self._executed, self._dense

@@ -17,7 +17,7 @@ from vsa.training.modules.base import DiffusionModule
 from vsa.training.run_state import LEVEL
 
 
-class Opening(L.Callback):
+class OpenRunFolder(L.Callback):
     """Opens the run folder when training starts, and makes it permanent after the first optimizer step.
 
     By then almost every check has passed; an error before the first step leaves an existing run unchanged.

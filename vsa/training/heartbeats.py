@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 
 @dataclass(frozen=True, kw_only=True)
-class Beat:
+class Heartbeat:
     """Heartbeat of one rank.
 
     Args:
@@ -50,17 +50,17 @@ class Beat:
     culprit: int | None = None
 
 
-def own_beat() -> Beat:
+def own_heartbeat() -> Heartbeat:
     """The first beat of this process."""
     host, pid = socket.gethostname(), os.getpid()
     place = f"{host} {pid}"
     with suppress(OSError):
         # containers have separate process namespaces; without /proc no process can be inspected
         place = f"{host} {os.readlink('/proc/self/ns/pid')}"
-    return Beat(pid=pid, host=host, place=place)
+    return Heartbeat(pid=pid, host=host, place=place)
 
 
-class Meeting:
+class HeartbeatExchange:
     """The ranks of a run, each of which sends a heartbeat every `interval` seconds.
 
     Beats use the store of the process group over a separate connection, so they continue while a rank waits in a
@@ -72,7 +72,7 @@ class Meeting:
         patience: seconds within which every rank must have joined.
     """
 
-    def __init__(self, say: Callable[[], Beat], *, interval: float, patience: float):
+    def __init__(self, say: Callable[[], Heartbeat], *, interval: float, patience: float):
         self.rank, self.world, self._say, self._interval = dist.get_rank(), dist.get_world_size(), say, interval
         # rank 0 hosts the store, unless the launcher does
         self.host_rank = None if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else 0
@@ -85,7 +85,7 @@ class Meeting:
         self._keys = [str(rank) for rank in range(self.world)]
         self._stop, self._now = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="meeting", daemon=True)
-        self.beats: list[Beat] = []
+        self.beats: list[Heartbeat] = []
         self.heard_at = time.monotonic()
         self.failure: str | None = None
 
@@ -96,7 +96,7 @@ class Meeting:
 
     def _exchange(self, count: int) -> None:
         self._say_own(count)
-        self.beats = [Beat(**json.loads(text)) for text in self._store.multi_get(self._keys)]
+        self.beats = [Heartbeat(**json.loads(text)) for text in self._store.multi_get(self._keys)]
         self.heard_at = time.monotonic()
 
     def _say_own(self, count: int) -> None:

@@ -10,7 +10,7 @@ from hydra.types import RunMode
 
 import vsa.training.train as run_module
 from vsa.config import attention_config
-from vsa.training.typed import NOTHING, Typed, sets_tiles_kept, without_tiles_kept
+from vsa.training.sparsity_overrides import NOTHING, SparsityOverrides, sets_tiles_kept, without_tiles_kept
 
 UNSELECTIVE = {
     "full": (),
@@ -65,7 +65,7 @@ def config(training: Any, attention: str, *own: str) -> Any:
 @pytest.mark.parametrize("attention", UNSELECTIVE)
 def test_a_typed_topk_is_refused_before_anything_is_written(training, attention):
     cfg = config(training, attention, *UNSELECTIVE[attention])
-    settings = Typed.of(hydra("seed=0", "sparsity.sparsity=null", "++sparsity.topk=2", attention=attention))
+    settings = SparsityOverrides.of(hydra("seed=0", "sparsity.sparsity=null", "++sparsity.topk=2", attention=attention))
     with pytest.raises(ValueError, match=f"^sparsity.topk=2 has no meaning for attention={attention}: it selects no"):
         run_module.train(cfg, settings)
     assert not training.output.exists()
@@ -85,28 +85,30 @@ def test_what_the_attention_has_a_use_for_is_not_refused(training, monkeypatch, 
 
     monkeypatch.setattr(run_module, "_tell_export", after_the_checks)
     with pytest.raises(ValueError, match="nothing was refused"):
-        run_module.train(config(training, attention), Typed.of(hydra("seed=0", *words, attention=attention)))
+        run_module.train(
+            config(training, attention), SparsityOverrides.of(hydra("seed=0", *words, attention=attention))
+        )
 
 
 def test_a_run_of_its_own_config_has_no_groups():
     cfg = hydra("name=again")
     cfg.runtime.choices = {}
-    Typed.of(cfg).refuse_without_selection()
+    SparsityOverrides.of(cfg).refuse_without_selection()
 
 
 @pytest.mark.parametrize("word", ["sparsity.denoising.refresh=2", "sparsity.denoising.shared_cache=true"])
 def test_selections_without_a_topk_may_be_kept(word):
-    settings = Typed.of(hydra(word, attention="sparge"))
+    settings = SparsityOverrides.of(hydra(word, attention="sparge"))
     settings.refuse_without_selection(predicts=True)
     assert without_tiles_kept([word, "sparsity.topk=2"], predicts=True) == (word,)
     with pytest.raises(ValueError, match=r"^sparsity\.topk=2 has no meaning for attention=sparge: it has no top-k$"):
-        Typed.of(hydra("sparsity.topk=2", attention="sparge")).refuse_without_selection(predicts=True)
+        SparsityOverrides.of(hydra("sparsity.topk=2", attention="sparge")).refuse_without_selection(predicts=True)
     with pytest.raises(ValueError, match="has no meaning for attention=sparge"):
         settings.refuse_without_selection()
 
 
 def test_jobs_of_one_command_share_what_only_some_have_a_use_for():
     words = ("attention=full", "sparsity.topk=2")
-    assert Typed.of(hydra(*words, mode=RunMode.MULTIRUN)) == NOTHING
+    assert SparsityOverrides.of(hydra(*words, mode=RunMode.MULTIRUN)) == NOTHING
     NOTHING.refuse_without_selection()
-    assert Typed.of(hydra(*words)) == Typed(overrides=("sparsity.topk=2",), attention="full")
+    assert SparsityOverrides.of(hydra(*words)) == SparsityOverrides(overrides=("sparsity.topk=2",), attention="full")

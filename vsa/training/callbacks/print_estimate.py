@@ -32,7 +32,7 @@ def few_held_out(data: Any) -> str | None:
     return f"note: samples held out: {len(refs)}{one}; their loss says little about others (data.val_fraction)"
 
 
-class Announcement(L.Callback):
+class PrintEstimate(L.Callback):
     """Chooses the level of activation checkpointing of a new run under `auto`, and prints the estimate of `vsa plan`.
 
     It prints one line on GPUs, with a warning when the run does not fit. It never stops a run, since the estimate may

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from vsa.data.plan import SampleRef
-from vsa.training.callbacks.announcement import few_held_out
+from vsa.training.callbacks.print_estimate import few_held_out
 
 WORDS = "note: samples held out: {}; their loss says little about others (data.val_fraction)"
 

@@ -36,12 +36,11 @@ def without_tiles_kept(overrides: Sequence[str], *, predicts: bool = False) -> t
 
 
 @dataclass(frozen=True, kw_only=True)
-class Typed:
+class SparsityOverrides:
     """Overrides typed for one run that change how many tiles are kept.
 
     Args:
         overrides: the overrides.
-        attention: name of the chosen method.
         attention: name of the chosen method.
     """
 
@@ -49,7 +48,7 @@ class Typed:
     attention: str = ""
 
     @classmethod
-    def of(cls, hydra: HydraConf) -> Typed:
+    def of(cls, hydra: HydraConf) -> SparsityOverrides:
         """Overrides on the command line of a job; none for several jobs, some of which may select tiles."""
         if hydra.mode == RunMode.MULTIRUN:
             return NOTHING
@@ -70,5 +69,5 @@ class Typed:
                 raise ValueError(f"{override} has no meaning for attention={self.attention}: it {reason}")
 
 
-NOTHING = Typed()
+NOTHING = SparsityOverrides()
 """No overrides, for a run that was not started from a command line."""

@@ -8,7 +8,7 @@ from vsa.training.display import never_fatal
 from vsa.training.modules.base import DiffusionModule
 
 
-class LastLines(L.Callback):
+class FlushMetrics(L.Callback):
     """Writes the metrics that wait for the next step, which an error has prevented."""
 
     def on_exception(self, trainer: L.Trainer, pl_module: DiffusionModule, exception: BaseException) -> None:
