@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,11 +13,11 @@ from vsa_kernels.block_index import BlockIndex
 from vsa_kernels.coarse_fine import coarse_fine_attn
 
 from tests.kernels.benching import FAST, damaged
+from tests.kernels.interpreted import INTERPRETED, further
 from vsa.models.blocks import TransformerBlock
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 CASES = ("fine", "coarse", "vsa", "layer")
 
 
@@ -84,7 +83,7 @@ def test_a_training_step_is_timed_at_every_level_of_checkpointing(bench, tmp_pat
 
 @pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")
 @pytest.mark.parametrize(
-    ("case", "lists", "part"), [("fine", "sinks", "dk, dv"), ("coarse", "local", "transposed index")]
+    ("case", "lists", "part"), [further("fine", "sinks", "dk, dv"), ("coarse", "local", "transposed index")]
 )
 def test_triton_runs(bench, checks, monkeypatch, capsys, case, lists, part):
     # the small checks are slow in the interpreter, and test_coarse_fine.py and others make them there

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
 from dataclasses import replace
 
 import pytest
 import torch
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+from tests.kernels.interpreted import INTERPRETED
 
 
 @pytest.fixture

@@ -21,6 +21,8 @@ from vsa_kernels.coarse_fine.api import list_capacity
 from vsa_kernels.coarse_fine.op import coarse_fine_bwd, coarse_fine_fwd
 from vsa_kernels.testing import assert_within_budget
 
+from tests.kernels.interpreted import further
+
 NAMES = ("dq", "dk", "dv", "dgate_coarse", "dgate_fine")
 
 
@@ -255,7 +257,7 @@ def op_arguments(problem: Problem, inputs: list[Tensor]) -> tuple:
 
 
 @pytest.mark.parametrize(
-    ("change", "gated"), [(torch.Tensor.contiguous, True), (permuted, False)], ids=["contiguous", "permuted"]
+    ("change", "gated"), [(torch.Tensor.contiguous, True), further(permuted, False)], ids=["contiguous", "permuted"]
 )
 def test_opcheck(change, gated, triton_device):
     # small: opcheck runs the op many times

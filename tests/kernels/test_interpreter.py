@@ -4,7 +4,6 @@ is made when triton is imported. These tests notice when that run would test not
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 from pathlib import Path
@@ -13,8 +12,9 @@ import pytest
 import torch
 from vsa_kernels.dispatch import resolve_backend
 
+from tests.kernels.interpreted import INTERPRETED
+
 ROOT = Path(__file__).parents[2]
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 @pytest.mark.skipif(INTERPRETED, reason="looked at by the run without TRITON_INTERPRET=1")

@@ -19,7 +19,7 @@ from vsa_kernels.block_sparse.mask import BlockMask
 from vsa_kernels.block_sparse.op import block_sparse_bwd, block_sparse_fwd
 from vsa_kernels.testing import Case, assert_right, assert_within_budget, define, make_case, run
 
-from tests.kernels.interpreted import INTERPRETED
+from tests.kernels.interpreted import INTERPRETED, further
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
 HALF = (torch.bfloat16, torch.float16)
@@ -184,7 +184,8 @@ def assert_solved(seed: int, key: Key, device: torch.device) -> None:
 
 
 @pytest.mark.timeout(900)
-def test_random_problems(triton_device, compiled):
+@pytest.mark.parametrize("half", [0, further(1)])
+def test_random_problems(half, triton_device, compiled):
     keys = _keys(7, triton_device)
     assert len(keys) <= 40
     # one for each key in the interpreter
@@ -193,7 +194,7 @@ def test_random_problems(triton_device, compiled):
         # compilers run in threads and release the interpreter lock
         with ThreadPoolExecutor(16) as pool:
             list(pool.map(lambda key: _forward_backward(_problem(0, key, triton_device)[0]), keys))
-    for seed in range(problems):
+    for seed in range(half, problems, 2):
         assert_solved(seed, keys[seed % len(keys)], triton_device)
     kernels = ("_fwd_kernel", "_dq_kernel", "_dkv_kernel")
     counts = {name: len(compiled[name]) for name in kernels}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import runpy
 import sys
 from pathlib import Path
@@ -13,10 +12,10 @@ import torch
 from vsa_kernels import launch
 
 from scripts import tune
+from tests.kernels.interpreted import INTERPRETED
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 @pytest.mark.skipif(torch.cuda.is_available() or INTERPRETED, reason="needs a machine without a GPU; once is enough")
