@@ -11,6 +11,7 @@ import pytest
 
 from tests.checkpoints.wan_models import config_of, ours, random_sparse
 from vsa.attention.neighborhood.method import NeighborhoodAttention
+from vsa.attention.sparge.method import SpargeAttention
 from vsa.checkpoints.exported_sparsity import ExportedSparsity
 from vsa.checkpoints.sparse_config import (
     SPARSE_CONFIG,
@@ -101,6 +102,16 @@ def test_files_of_version_1_stay_and_those_of_version_2_may_say_less(tmp_path):
     assert SparseAttentionConfig.from_json(json.dumps(values)) == config_of(random_sparse(), refresh=2)
     with pytest.raises(ValueError, match=r"unexpected keys \[.*'settings'"):
         SparseAttentionConfig.from_json(json.dumps({**windows_of(ours(WINDOWS)).to_values(), "schema_version": 1}))
+
+
+def test_settings_of_sparge_that_are_constants_now_are_read():
+    config = windows_of(ours(partial(SpargeAttention, q_tokens=16, kv_tokens=8)))
+    values = config.to_values()
+    values["settings"] |= {"similarity": "cosine", "scaled": True, "attention_sink": False}
+    assert SparseAttentionConfig.from_json(json.dumps(values)) == config
+    values["settings"]["scaled"] = False
+    with pytest.raises(ValueError, match=r"^scaled=False of SpargeAttn is gone: only scaled=True is left$"):
+        SparseAttentionConfig.from_json(json.dumps(values))
 
 
 def test_topk_of_another_grid_layer_and_moment():
