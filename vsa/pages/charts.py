@@ -25,7 +25,7 @@ _MARKERS = {"o": "circle", "^": "triangle-up", "s": "square"}
 """Markers of points, from Matplotlib to plotly; each repetition of the colours uses the next marker."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Series:
     """One curve or cloud of points.
 
@@ -52,7 +52,7 @@ class Series:
     labels: Sequence[str] = ()
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Panel:
     """Curves in one pair of axes.
 
@@ -73,7 +73,7 @@ class Panel:
     visible: int = VISIBLE
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Heat:
     """A heat map.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import repeat
 from statistics import fmean
 from typing import Any
@@ -24,24 +24,23 @@ SPENT = {
 """Labels of the horizontal axes that a loss can be drawn over."""
 
 DIAGNOSTICS = {
-    "recall": "recall of the true attention mass",
-    "recall_random": "recall of random tiles",
-    "gate_rms": "coarse gate (rms)",
-    "coarse_share": "coarse share of the output",
-    "overlap_steps": "overlap with the noise level before",
-    "overlap_heads": "overlap between heads",
-    "entropy": "entropy of the coarse scores",
+    "diag/recall": "recall of the true attention mass",
+    "diag/recall_random": "recall of random tiles",
+    "diag/gate_rms": "coarse gate (rms)",
+    "diag/coarse_share": "coarse share of the output",
+    "diag/overlap_steps": "overlap with the noise level before",
+    "diag/overlap_heads": "overlap between heads",
+    "diag/entropy": "entropy of the coarse scores",
 }
-"""Labels of the metrics under `diag/` that a report shows by another name."""
+"""Labels of the diagnostics that a report shows by another name."""
 
+NOISE_LEVEL = "noise level (1: pure noise), tenths"
 SEEDS = "Lines are means over the seeds, bands range from the lowest to the highest."
 
 
 def charts(variants: Sequence[Variant]) -> list[Chart]:
     """All figures with data, in the order of the page."""
-    # a variant has the same colour in every figure
-    colours = {variant.name: place for place, variant in enumerate(variants)}
-    makers: tuple[Callable[[Sequence[Variant], dict[str, int]], Chart | None], ...] = (
+    makers: tuple[Callable[[Sequence[Variant]], Chart], ...] = (
         loss_chart,
         pareto_chart,
         timestep_chart,
@@ -50,25 +49,20 @@ def charts(variants: Sequence[Variant]) -> list[Chart]:
         diagnostics_chart,
         lr_chart,
     )
-    return [chart for make in makers if (chart := make(variants, colours)) is not None]
+    return [chart for make in makers if (chart := make(variants)).panels]
 
 
-def loss_chart(variants: Sequence[Variant], colours: dict[str, int]) -> Chart | None:
+def loss_chart(variants: Sequence[Variant]) -> Chart:
     """Validation and training loss over what they cost."""
     panels: dict[tuple[str, ...], Panel] = {}
     for what, curve in (("validation", lambda run: run.val), ("training", smoothed_train)):
         for over, label in SPENT.items():
-            series = [
-                _banded(variant, colours, [(run, curve(run)) for run in variant.runs], over) for variant in variants
-            ]
-            series = [one for one in series if len(one.x)]
+            series = _drawn(_banded(variant, [(run, curve(run)) for run in variant.runs], over) for variant in variants)
             if series:
                 ends = [one.x[-1] for one in series]
                 # on a linear axis, a long run would hide much shorter ones
                 log = max(ends) > 20 * min(ends)
-                panels[what, over] = Panel(x_label=label, y_label=f"{what} loss", series=series, x_log=log, y_log=True)
-    if not panels:
-        return None
+                panels[what, over] = Panel(label, f"{what} loss", series, x_log=log, y_log=True)
     return Chart(
         key="loss",
         title="Loss over what it costs",
@@ -86,23 +80,17 @@ def smoothed_train(run: Run) -> Curve:
     return steps, running_mean(losses, max(1, len(losses) // 30))
 
 
-def _banded(variant: Variant, colours: dict[str, int], curves: Sequence[tuple[Run, Curve]], over: str) -> Series:
+def _drawn(series: Iterable[Series]) -> list[Series]:
+    return [one for one in series if len(one.x)]
+
+
+def _banded(variant: Variant, curves: Sequence[tuple[Run, Curve]], over: str = "steps") -> Series:
     """Mean and range of the curves of a variant's runs, over steps or over what was spent up to them."""
-    curves_with_x = []
-    for run, (steps, values) in curves:
-        x = steps if over == "steps" else run.spent(over, steps)
-        if x is not None:
-            curves_with_x.append((steps, values, x))
-    losses = band([(steps, values) for steps, values, _ in curves_with_x])
-    several = len(curves_with_x) > 1
-    return Series(
-        name=variant.name,
-        x=band([(steps, x) for steps, _, x in curves_with_x]).mean,
-        y=losses.mean,
-        low=losses.low if several else None,
-        high=losses.high if several else None,
-        colour=colours[variant.name],
-    )
+    spent = [(curve, x) for run, curve in curves if (x := run.spent(over, curve[0])) is not None]
+    values = band([curve for curve, _ in spent])
+    low, high = (values.low, values.high) if len(spent) > 1 else (None, None)
+    x = values.steps if over == "steps" else band([(steps, x) for (steps, _), x in spent]).mean
+    return Series(variant.name, x, values.mean, low, high, colour=variant.colour)
 
 
 def _loss_rows(variant: Variant, run: Run) -> Iterator[tuple[Any, ...]]:
@@ -121,72 +109,42 @@ def _texts(values: np.ndarray) -> list[str]:
     return [f"{value:.9g}" if value == value else "" for value in values.tolist()]
 
 
-def pareto_chart(variants: Sequence[Variant], colours: dict[str, int]) -> Chart | None:
+def pareto_chart(variants: Sequence[Variant]) -> Chart:
     """Final loss against the time of a step, with the Pareto front."""
     points = [(v, seconds, loss) for v in variants if (loss := v.finite_loss) and (seconds := v.mean("step_seconds"))]
-    if len(points) < 2:
-        return None
-    front = pareto_front([(seconds, loss) for _, seconds, loss in points])
-    series = [
-        Series(
-            name=variant.name,
-            x=np.array([seconds]),
-            y=np.array([loss]),
-            low=np.array([min(variant.losses)]) if len(variant.losses) > 1 else None,
-            high=np.array([max(variant.losses)]) if len(variant.losses) > 1 else None,
-            colour=colours[variant.name],
-            points=True,
-        )
-        for variant, seconds, loss in points
-    ]
-    line = Series(
-        name="Pareto front",
-        x=np.array([points[i][1] for i in front]),
-        y=np.array([points[i][2] for i in front]),
-        colour=9,
-        dashed=True,
-    )
-    names = {points[i][0].name for i in front}
+    front = [points[i] for i in pareto_front([(seconds, loss) for _, seconds, loss in points])]
+    x, y = (np.array([point[axis] for point in front]) for axis in (1, 2))
+    series = [Series("Pareto front", x, y, colour=9, dashed=True)]
+    for v, seconds, loss in points:
+        edges = [np.array([edge(v.losses)]) if len(v.losses) > 1 else None for edge in (min, max)]
+        series.append(Series(v.name, np.array([seconds]), np.array([loss]), *edges, colour=v.colour, points=True))
+    on_front = {v.name for v, _, _ in front}
     return Chart(
         key="pareto",
         title="Loss and step time",
         note="Lower and further left is better. The dashed line is the Pareto front; bars range over the seeds.",
-        panels={(): Panel(x_label="seconds a step (median)", y_label="final loss", series=[line, *series])},
+        panels={(): Panel("seconds a step (median)", "final loss", series)} if len(points) > 1 else {},
         columns=("variant", "step_seconds", "loss", "lowest", "highest", "on_front"),
-        rows=[(v.name, seconds, loss, min(v.losses), max(v.losses), v.name in names) for v, seconds, loss in points],
+        rows=[(v.name, seconds, loss, min(v.losses), max(v.losses), v.name in on_front) for v, seconds, loss in points],
     )
 
 
-def timestep_chart(variants: Sequence[Variant], colours: dict[str, int]) -> Chart | None:
+def timestep_chart(variants: Sequence[Variant]) -> Chart:
     """The last validation loss by tenth of the noise levels."""
     series = []
     for variant in variants:
         curves = []
         for run in variant.ended:
             name = "val/gap_decile_" if run.distilled else "val/loss_decile_"
-            last = {d: loss for d in range(10) if (loss := run.last(f"{name}{d}")) is not None}
-            curves.append((np.array([*last]), np.array([*last.values()])))
-        losses = band(curves)
-        if len(losses.steps):
-            several = len(curves) > 1
-            series.append(
-                Series(
-                    name=variant.name,
-                    x=(losses.steps + 0.5) / 10,
-                    y=losses.mean,
-                    low=losses.low if several else None,
-                    high=losses.high if several else None,
-                    colour=colours[variant.name],
-                )
-            )
-    if not series:
-        return None
-    panel = Panel(x_label="noise level (1: pure noise), tenths", y_label="validation loss", series=series)
+            last = {(d + 0.5) / 10: loss for d in range(10) if (loss := run.last(f"{name}{d}")) is not None}
+            curves.append((run, (np.array([*last]), np.array([*last.values()]))))
+        series.append(_banded(variant, curves))
+    panel = Panel(NOISE_LEVEL, "validation loss", _drawn(series))
     return Chart(
         key="loss_by_timestep",
         title="Loss by timestep",
         note=f"The last validation, by tenth of the noise levels. {SEEDS}",
-        panels={(): panel},
+        panels={(): panel} if panel.series else {},
         columns=("variant", "noise_level", "mean", "lowest", "highest"),
         rows=_long((), panel),
     )
@@ -199,31 +157,21 @@ def _long(key: tuple[str, ...], panel: Panel) -> Iterator[tuple[Any, ...]]:
             yield *key, one.name, *row
 
 
-def topk_chart(variants: Sequence[Variant], colours: dict[str, int]) -> Chart | None:
+def topk_chart(variants: Sequence[Variant]) -> Chart:
     """Final loss by sequence length and top-k, if the runs vary both."""
     cells: dict[tuple[int, int], list[float]] = {}
-    for variant in variants:
-        for run in variant.ended:
-            length, topk, loss = sequence_length(run), run.last("sparsity/topk"), run.val_loss
-            if length is not None and topk is not None and loss is not None and not variant.control:
-                cells.setdefault((length, round(topk)), []).append(loss)
+    for run in (run for variant in variants if not variant.control for run in variant.ended):
+        length, topk, loss = sequence_length(run), run.last("sparsity/topk"), run.val_loss
+        if length is not None and topk is not None and loss is not None:
+            cells.setdefault((length, round(topk)), []).append(loss)
     lengths, topks = (sorted({key[axis] for key in cells}) for axis in (0, 1))
-    if len(lengths) < 2 or len(topks) < 2:
-        return None
     values = np.array([[fmean(cells.get((n, k), [np.nan])) for n in lengths] for k in topks])
+    heat = Heat("tokens of a sample", "top-k (tiles kept)", [*map(str, lengths)], [*map(str, topks)], values)
     return Chart(
         key="topk_by_length",
         title="Top-k by sequence length",
         note="Final loss, mean over the seeds and other settings. Compare values within a column, not between lengths.",
-        panels={
-            (): Heat(
-                x_label="tokens of a sample",
-                y_label="top-k (tiles kept)",
-                columns=[str(n) for n in lengths],
-                rows=[str(k) for k in topks],
-                values=values,
-            )
-        },
+        panels={(): heat} if len(lengths) > 1 and len(topks) > 1 else {},
         columns=("tokens", "topk", "loss", "runs"),
         rows=[(n, k, fmean(losses), len(losses)) for (n, k), losses in sorted(cells.items())],
     )
@@ -252,29 +200,20 @@ def scaling_fits(variants: Sequence[Variant]) -> dict[tuple[str, str], tuple[lis
     The size of a run is its number of parameters or of FLOPs.
     """
     fits = {}
-    for over, size in (("parameters", _parameters), ("flops", _flops)):
+    for over in ("parameters", "flops"):
         for name, members in families(variants).items():
-            points = [
-                (float(at), loss)
-                for variant in members
-                for run in variant.ended
-                if (at := size(run)) and (loss := run.val_loss) is not None
-            ]
+            points = []
+            for run in (run for variant in members for run in variant.ended):
+                size = run.parameters if over == "parameters" else run.last("throughput/flops_total")
+                if size and run.val_loss is not None:
+                    points.append((float(size), run.val_loss))
             fit = fit_power_law(*zip(*points, strict=True)) if len(members) >= 3 and points else None
             if fit is not None:
                 fits[over, name] = points, fit
     return fits
 
 
-def _parameters(run: Run) -> float | None:
-    return run.parameters
-
-
-def _flops(run: Run) -> float | None:
-    return run.last("throughput/flops_total")
-
-
-def scaling_chart(variants: Sequence[Variant], colours: dict[str, int]) -> Chart | None:
+def scaling_chart(variants: Sequence[Variant]) -> Chart:
     """Power laws of the loss over the size of the model and over FLOPs."""
     fits = scaling_fits(variants)
     panels: dict[tuple[str, ...], Panel] = {}
@@ -283,16 +222,10 @@ def scaling_chart(variants: Sequence[Variant], colours: dict[str, int]) -> Chart
         for place, (name, (points, fit)) in enumerate((n, f) for (o, n), f in fits.items() if o == over):
             x, y = (np.array(values) for values in zip(*sorted(points), strict=True))
             line = np.geomspace(x[0], x[-1], 50)
-            middle, low, high = fit.at(line)
             law = f"{name}: exponent {fit.exponent:.3g} ({fit.interval[0]:.3g} to {fit.interval[1]:.3g})"
-            series += [
-                Series(name=law, x=line, y=middle, low=low, high=high, colour=place),
-                Series(name=name, x=x, y=y, colour=place, points=True),
-            ]
+            series += [Series(law, line, *fit.at(line), colour=place), Series(name, x, y, colour=place, points=True)]
         if series:
-            panels[(over,)] = Panel(x_label=label, y_label="final loss", series=series, x_log=True, y_log=True)
-    if not panels:
-        return None
+            panels[(over,)] = Panel(label, "final loss", series, x_log=True, y_log=True)
     return Chart(
         key="scaling",
         title="Scaling",
@@ -308,21 +241,19 @@ def scaling_chart(variants: Sequence[Variant], colours: dict[str, int]) -> Chart
     )
 
 
-def diagnostics_chart(variants: Sequence[Variant], colours: dict[str, int]) -> Chart | None:
+def diagnostics(names: Iterable[str]) -> dict[str, str]:
+    """Labels of the diagnostics among the metrics, those of `DIAGNOSTICS` first."""
+    logged = {name for name in names if name.startswith("diag/")}
+    ordered = (*(name for name in DIAGNOSTICS if name in logged), *sorted(logged - {*DIAGNOSTICS}))
+    return {name: DIAGNOSTICS.get(name, name.removeprefix("diag/")) for name in ordered}
+
+
+def diagnostics_chart(variants: Sequence[Variant]) -> Chart:
     """Metrics of `callbacks=diagnostics` over the steps."""
-    logged = {name for variant in variants for run in variant.runs for name in run.metrics if name.startswith("diag/")}
-    known_names = [f"diag/{name}" for name in DIAGNOSTICS]
     panels: dict[tuple[str, ...], Panel] = {}
-    for column in (*(name for name in known_names if name in logged), *sorted(logged - {*known_names})):
-        name = column.removeprefix("diag/")
-        bands = [
-            _banded(v, colours, [(run, run.curve(column)) for run in v.runs if column in run.metrics], "steps")
-            for v in variants
-        ]
-        series = [one for one in bands if len(one.x)]
-        panels[(name,)] = Panel(x_label=SPENT["steps"], y_label=DIAGNOSTICS.get(name, name), series=series)
-    if not panels:
-        return None
+    for name, label in diagnostics(n for variant in variants for run in variant.runs for n in run.metrics).items():
+        series = _drawn(_banded(v, [(run, run.curve(name)) for run in v.runs if name in run.metrics]) for v in variants)
+        panels[(name.removeprefix("diag/"),)] = Panel(SPENT["steps"], label, series)
     return Chart(
         key="diagnostics",
         title="Recall and gates",
@@ -334,24 +265,21 @@ def diagnostics_chart(variants: Sequence[Variant], colours: dict[str, int]) -> C
     )
 
 
-def lr_chart(variants: Sequence[Variant], colours: dict[str, int]) -> Chart | None:
+def lr_chart(variants: Sequence[Variant]) -> Chart:
     """Loss by learning rate, on the seeds that the learning rate was chosen on."""
     series, rows = [], []
     for variant in variants:
-        tried = {lr: [run.val_loss for run in runs if run.val_loss is not None] for lr, runs in variant.tried.items()}
-        tried = {lr: losses for lr, losses in tried.items() if losses}
-        if tried:
-            x, y = np.array([float(lr) for lr in tried]), np.array([fmean(losses) for losses in tried.values()])
-            series.append(Series(name=variant.name, x=x, y=y, colour=colours[variant.name]))
-        chosen_lr = variant.runs[0].settings.get("optim.lr")
-        rows += [(variant.name, lr, fmean(losses), len(losses), lr == chosen_lr) for lr, losses in tried.items()]
-    if not series:
-        return None
+        means = {lr: fmean(losses) for lr, losses in variant.tried_losses.items() if losses}
+        x, y = np.array([float(lr) for lr in means]), np.array([*means.values()])
+        series.append(Series(variant.name, x, y, colour=variant.colour))
+        for lr, loss in means.items():
+            rows.append((variant.name, lr, loss, len(variant.tried_losses[lr]), lr == variant.chosen_lr))
+    panel = Panel("learning rate", "final loss", _drawn(series), x_log=True)
     return Chart(
         key="learning_rate",
         title="Learning rates",
         note="Final loss on the seeds at which several rates were tried; each variant is judged at its best.",
-        panels={(): Panel(x_label="learning rate", y_label="final loss", series=series, x_log=True)},
+        panels={(): panel} if panel.series else {},
         columns=("variant", "lr", "loss", "runs", "chosen"),
         rows=rows,
     )

@@ -84,12 +84,10 @@ def write_report(root: Path, runs: Sequence[Run], missing: Sequence[Missing], *,
     if (rates := tables.lr_table(variants)) is not None:
         page.table(rates, data="learning_rate.csv")
     if (sparsity := tables.sparsity_table(variants)) is not None:
-        points, rows = tables.sparsity_rows(variants)
-        named_rows = [[variant.name, *row] for variant, row in zip(variants, rows, strict=True)]
-        page.table(sparsity, data=page.csv("sparsity_points", ("variant", *points), named_rows))
+        page.table(sparsity, data=page.csv("sparsity_points", *tables.sparsity_rows(variants)))
     if missing:
         page.table(tables.missing_table(missing))
-    page.table(tables.run_table(variants), data=page.csv("runs", tables.RUN_COLUMNS, tables.run_rows(variants)))
+    page.table(tables.run_table(variants), data=page.csv("runs", *tables.run_rows(variants)))
     page.missing(not_shown(variants, [chart.key for chart in drawn]))
     return page.write(f"Every figure as CSV and PNG: {DATA}/")
 

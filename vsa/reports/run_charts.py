@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import numpy as np
 
 from vsa.evaluation.figures import running_mean
 from vsa.pages.charts import Chart, Panel, Series
-from vsa.reports.figures import DIAGNOSTICS, SPENT
+from vsa.reports.figures import NOISE_LEVEL, SPENT, diagnostics
 from vsa.reports.runs import Curve, Run
 
 _RATES = {
@@ -29,166 +30,139 @@ _PROFILES = 5
 
 
 def run_charts(run: Run) -> list[Chart]:
-    """All charts with logged values, in the order of the page."""
+    """All charts with logged values, in the order of the page; metrics.csv holds their numbers."""
     charts = (loss_chart(run), timestep_chart(run), optimizer_chart(run), throughput_chart(run), sparsity_chart(run))
-    return [chart for chart in charts if chart is not None]
+    return [chart for chart in charts if chart.panels]
 
 
-def loss_chart(run: Run) -> Chart | None:
+def loss_chart(run: Run) -> Chart:
     """Training loss, its running mean and the validation loss, over steps, time, tokens and FLOPs."""
     # a single non-finite loss would make every later mean non-finite
     there = np.isfinite(run.train[1])
     steps, losses = run.train[0][there], run.train[1][there]
     window = max(1, len(losses) // 30)
-    curves: list[tuple[str, Curve, dict[str, object]]] = []
-    if len(losses):
-        what = "critic" if run.distilled else "training"
-        if window > 1:
-            curves.append((f"{what}, every logged step", (steps, losses), {"colour": 0, "faint": True}))
-            curves.append((f"{what}, mean of {window}", (steps, running_mean(losses, window)), {"colour": 0}))
-        else:
-            curves.append((what, (steps, losses), {"colour": 0}))
-    if len(run.val[1]):
-        curves.append(("gap to the teacher" if run.distilled else "validation", run.val, {"colour": 1}))
-    others = [(match[1], curve) for name, curve in run.metrics.items() if (match := _VALIDATED_AT.match(name))]
-    for place, (at, curve) in enumerate(sorted(others)):
+    what = "critic" if run.distilled else "training"
+    curves: list[tuple[str, Curve, dict[str, Any]]] = [(what, (steps, losses), {})]
+    if window > 1:
+        mean = f"{what}, mean of {window}", (steps, running_mean(losses, window)), {}
+        curves = [(f"{what}, every logged step", (steps, losses), {"faint": True}), mean]
+    curves.append(("gap to the teacher" if run.distilled else "validation", run.val, {"colour": 1}))
+    others = {match[1]: curve for name, curve in run.metrics.items() if (match := _VALIDATED_AT.match(name))}
+    for place, (at, curve) in enumerate(sorted(others.items(), key=lambda item: item[0])):
         curves.append((f"validation, {at}", curve, {"colour": 2 + place, "dashed": True}))
     panels = {}
-    for over, label in SPENT.items():
-        series = []
-        for name, (at, values), style in curves:
-            x = at if over == "steps" else run.spent(over, at)
-            if x is not None:
-                series.append(Series(name=name, x=x, y=values, **style))  # type: ignore[arg-type]
-        if series:
-            panels[(over,)] = Panel(x_label=label, y_label="loss", series=series, y_log=_positive(series))
-    if not panels:
-        return None
     # for a single run, the panel over steps comes first
-    panels = {key: panels[key] for key in sorted(panels, key=lambda key: key != ("steps",))}
-    kind = "Losses of the distillation" if run.distilled else "Loss"
+    for over in ("steps", "flops", "tokens", "seconds"):
+        series = [
+            Series(name, x, values, **style)
+            for name, (at, values), style in curves
+            if len(at) and (x := run.spent(over, at)) is not None
+        ]
+        if series:
+            panels[(over,)] = Panel(SPENT[over], "loss", series, y_log=_log(series))
     note = f"The running mean is over {window} logged steps. " if window > 1 else ""
-    note += "Every validation uses the same samples and noise."
-    return _chart("loss", kind, note, panels, switches=("over",))
+    return Chart(
+        key="loss",
+        title="Losses of the distillation" if run.distilled else "Loss",
+        note=f"{note}Every validation uses the same samples and noise.",
+        panels=panels,
+        switches=("over",),
+    )
 
 
-def timestep_chart(run: Run) -> Chart | None:
+def timestep_chart(run: Run) -> Chart:
     """Loss by tenth of the noise levels: at several validations, and of each tenth over the steps."""
     deciles: dict[str, dict[int, Curve]] = {}
-    for name, curve in run.metrics.items():
+    for name, curve in sorted(run.metrics.items()):
         if match := _DECILE.match(name):
             deciles.setdefault(match[1], {})[int(match[2])] = curve
     validated = deciles.get("val/gap" if run.distilled else "val/loss", {})
-    trained = deciles.get("train/loss", {})
+    trained = {
+        decile: (at, running_mean(values, max(1, len(values) // 30)))
+        for decile, (at, values) in deciles.get("train/loss", {}).items()
+    }
     panels: dict[tuple[str, ...], Panel] = {}
     steps = sorted({int(step) for at, _ in validated.values() for step in at})
     if steps:
         profile_steps = sorted({steps[round(i)] for i in np.linspace(0, len(steps) - 1, min(_PROFILES, len(steps)))})
+        last = len(profile_steps) - 1
         series = [
-            _profile(validated, step, colour=0 if step == steps[-1] else place + 1, dashed=step != steps[-1])
+            _profile(validated, step, colour=0 if place == last else place + 1, dashed=place != last)
             for place, step in enumerate(profile_steps)
         ]
-        x_label = "noise level (1: pure noise), tenths"
-        panels[("validation",)] = Panel(x_label=x_label, y_label="validation loss", series=series[::-1])
-    for title, curves, smooth in (("validation by step", validated, False), ("training by step", trained, True)):
+        panels[("validation",)] = Panel(NOISE_LEVEL, "validation loss", series[::-1])
+    for kind, curves in (("validation", validated), ("training", trained)):
         series = [
-            Series(
-                name=f"noise {decile / 10:g} to {(decile + 1) / 10:g}",
-                x=at,
-                y=running_mean(values, max(1, len(values) // 30)) if smooth else values,
-                colour=decile,
-            )
-            for decile, (at, values) in sorted(curves.items())
+            Series(f"noise {decile / 10:g} to {(decile + 1) / 10:g}", *curve, colour=decile)
+            for decile, curve in curves.items()
         ]
         if series:
-            panels[(title,)] = Panel(
-                x_label=SPENT["steps"], y_label=title.split()[0] + " loss", series=series, y_log=_positive(series)
-            )
-    if not panels:
-        return None
+            panels[(f"{kind} by step",)] = Panel(SPENT["steps"], f"{kind} loss", series, y_log=_log(series))
     note = "By tenth of the noise levels; the timestep distribution of a run determines how often it trains on each."
-    return _chart("loss_by_timestep", "Loss by timestep", note, panels, switches=("what",))
+    return _chart("loss_by_timestep", "Loss by timestep", note, panels)
 
 
 def _profile(deciles: Mapping[int, Curve], step: int, *, colour: int, dashed: bool) -> Series:
-    points = {d: float(values[at == step][0]) for d, (at, values) in sorted(deciles.items()) if (at == step).any()}
+    points = {d: float(values[at == step][0]) for d, (at, values) in deciles.items() if (at == step).any()}
     x, y = (np.array([*points]) + 0.5) / 10, np.array([*points.values()])
-    return Series(name=f"step {step}", x=x, y=y, colour=colour, dashed=dashed)
+    return Series(f"step {step}", x, y, colour=colour, dashed=dashed)
 
 
-def optimizer_chart(run: Run) -> Chart | None:
+def optimizer_chart(run: Run) -> Chart:
     """Learning rate and gradient norms over the steps."""
-    panels: dict[tuple[str, ...], Panel] = {}
     rates = {name: curve for name, curve in run.metrics.items() if name == "lr" or name.endswith("/lr")}
-    if rates:
-        panels[("learning rate",)] = _over_steps(rates, "learning rate")
-    norms = {name: curve for name, curve in run.metrics.items() if "grad_norm/" in name}
-    if norms:
-        norms_by_kind = {name.replace("grad_norm/", ""): curve for name, curve in norms.items()}
-        panels[("gradient norm",)] = _over_steps(norms_by_kind, "gradient norm before clipping", log=True)
-    note = "The norm of all gradients and of each kind of parameter, before clipping."
-    return _chart("optimizer", "Learning rate and gradients", note, panels, switches=("what",)) if panels else None
-
-
-def throughput_chart(run: Run) -> Chart | None:
-    """Throughput, step time and memory over the steps."""
+    norms = {name.replace("grad_norm/", ""): curve for name, curve in run.metrics.items() if "grad_norm/" in name}
     panels = {
-        (label,): _over_steps({label: run.metrics[name]}, label)
-        for name, label in _RATES.items()
-        if name in run.metrics
+        ("learning rate",): _over_steps(rates, "learning rate"),
+        ("gradient norm",): _over_steps(norms, "gradient norm before clipping", log=True),
     }
+    note = "The norm of all gradients and of each kind of parameter, before clipping."
+    return _chart("optimizer", "Learning rate and gradients", note, panels)
+
+
+def throughput_chart(run: Run) -> Chart:
+    """Throughput, step time and memory over the steps."""
+    panels = {(label,): _one(run, name, label) for name, label in _RATES.items()}
     for what in ("step", "data"):
         ranks = {name: curve for name, curve in run.metrics.items() if name.startswith(f"ranks/{what}_seconds_")}
         times_by_rank = {f"rank {name.rpartition('_')[2]}": curve for name, curve in ranks.items()}
-        if times_by_rank:
-            panels[(f"{what} time by rank",)] = _over_steps(times_by_rank, f"{what} seconds of each rank")
-    note = "Without validation, sampling and saving."
-    return _chart("throughput", "Throughput", note, panels, switches=("what",)) if panels else None
+        panels[(f"{what} time by rank",)] = _over_steps(times_by_rank, f"{what} seconds of each rank")
+    return _chart("throughput", "Throughput", "Without validation, sampling and saving.", panels)
 
 
-def sparsity_chart(run: Run) -> Chart | None:
+def sparsity_chart(run: Run) -> Chart:
     """Density, top-k and the metrics of the diagnostics over the steps."""
-    panels = {
-        (label,): _over_steps({label: run.metrics[name]}, label)
-        for name, label in _SPARSITY.items()
-        if name in run.metrics
-    }
-    diagnostic_names = [name for name in run.metrics if name.startswith("diag/")]
-    known_names = [f"diag/{name}" for name in DIAGNOSTICS]
-    for name in sorted(
-        diagnostic_names,
-        key=lambda name: (name not in known_names, known_names.index(name) if name in known_names else 0, name),
-    ):
+    panels = {(label,): _one(run, name, label) for name, label in _SPARSITY.items()}
+    measured = diagnostics(run.metrics)
+    for name, label in measured.items():
         short = name.removeprefix("diag/")
-        panels[(short,)] = _over_steps({short: run.metrics[name]}, DIAGNOSTICS.get(short, short))
-    if not panels:
-        return None
+        panels[(short,)] = _over_steps({short: run.metrics[name]}, label)
     note = "Recall, gates and entropy are measured on fixed samples and noise while training."
-    if not diagnostic_names:
+    if not measured:
         note = "Recall and gates are logged with callbacks=diagnostics."
-    return _chart("sparsity", "Sparsity and recall", note, panels, switches=("what",))
+    return _chart("sparsity", "Sparsity and recall", note, panels)
+
+
+def _one(run: Run, name: str, label: str) -> Panel:
+    return _over_steps({label: run.metrics[name]} if name in run.metrics else {}, label)
 
 
 def _over_steps(curves: Mapping[str, Curve], label: str, *, log: bool = False) -> Panel:
     """Curves over the steps; a linear axis of values that are never negative begins at 0."""
-    series = [
-        Series(name=name, x=steps, y=values, colour=place)
-        for place, (name, (steps, values)) in enumerate(curves.items())
-    ]
-    log = log and _positive(series)
+    series = [Series(name, *curve, colour=place) for place, (name, curve) in enumerate(curves.items())]
+    log = log and _log(series)
     zero = not log and all((one.y >= 0).all() for one in series)
-    return Panel(x_label=SPENT["steps"], y_label=label, series=series, y_log=log, y_zero=zero)
+    return Panel(SPENT["steps"], label, series, y_log=log, y_zero=zero)
 
 
-def _positive(series: list[Series]) -> bool:
-    values = np.concatenate([one.y for one in series])
+def _log(series: Iterable[Series]) -> bool:
+    values = np.concatenate([one.y for one in series] or [np.array([])])
     finite = values[np.isfinite(values)]
     # a linear axis is clearer for values within a factor of two
     return bool(len(finite)) and finite.min() > 0 and math.log(finite.max() / finite.min()) > math.log(2)
 
 
-def _chart(
-    key: str, title: str, note: str, panels: Mapping[tuple[str, ...], Panel], *, switches: tuple[str, ...]
-) -> Chart:
-    # no CSV, because metrics.csv holds the values
-    return Chart(key=key, title=title, note=note, panels=panels, switches=switches, columns=(), rows=())
+def _chart(key: str, title: str, note: str, panels: Mapping[tuple[str, ...], Panel]) -> Chart:
+    """A chart of the panels that have curves."""
+    panels = {key: panel for key, panel in panels.items() if panel.series}
+    return Chart(key=key, title=title, note=note, panels=panels, switches=("what",))

@@ -182,7 +182,9 @@ class Run:
         return float(np.mean(rate[1] * seconds[1])) if len(rate[1]) and len(rate[1]) == len(seconds[1]) else None
 
     def spent(self, what: str, steps: np.ndarray) -> np.ndarray | None:
-        """FLOPs, tokens or seconds of training up to each of `steps`, None if they were not logged."""
+        """FLOPs, tokens, seconds or steps of training up to each of `steps`, None if they were not logged."""
+        if what == "steps":
+            return steps
         at, total = self._totals.get(what, (np.array([]), np.array([])))
         return np.interp(steps, at, total) if len(at) else None
 

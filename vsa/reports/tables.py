@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
 from vsa.pages.page import Cell, Table
 from vsa.reports.runs import Missing, Run
 from vsa.reports.statistics import FEWEST_SAMPLES
-from vsa.reports.variants import Variant, reference, shown
+from vsa.reports.variants import LR, Variant, reference, shown
 
 
 def variant_table(variants: Sequence[Variant], *, note: str = "") -> Table:
@@ -31,14 +31,14 @@ def variant_table(variants: Sequence[Variant], *, note: str = "") -> Table:
     ]
     return Table(
         headings,
-        [_variant_row(place, variant, partner) for place, variant in enumerate(variants)],
+        [_variant_row(variant, partner) for variant in variants],
         title="Results",
         note=note,
-        marked=[place for place, variant in enumerate(variants) if variant is partner],
+        marked=[partner.colour] if partner else (),
     )
 
 
-def _variant_row(place: int, variant: Variant, partner: Variant | None) -> list[str | Cell]:
+def _variant_row(variant: Variant, partner: Variant | None) -> list[str | Cell]:
     difference, p = variant.difference, Cell("")
     if difference is None:
         against = Cell("reference") if variant is partner else Cell("-", variant.not_paired)
@@ -47,7 +47,7 @@ def _variant_row(place: int, variant: Variant, partner: Variant | None) -> list[
         against = Cell(f"{difference.mean:+.3g}", f"{interval}, {difference.samples} samples")
         p = Cell(_p(variant.p_holm), f"needs {FEWEST_SAMPLES} samples" if variant.p_holm is None else "")
     return [
-        Cell(variant.name, colour=place),
+        Cell(variant.name, colour=variant.colour),
         Cell(number(variant.loss, 5), "" if variant.std is None else f"± {variant.std:.2g}"),
         against,
         p,
@@ -65,136 +65,106 @@ def _p(p: float | None) -> str:
     return "missing" if p is None else "< 0.0001" if p < 1e-4 else f"{p:.2g}"
 
 
-VARIANT_COLUMNS = (
-    "variant",
-    "loss",
-    "std",
-    "lowest",
-    "highest",
-    "seeds",
-    "difference",
-    "difference_low",
-    "difference_high",
-    "p",
-    "p_holm",
-    "samples",
-    "steps",
-    "flops",
-    "step_seconds",
-    "pareto",
-    "density",
-    "parameters",
-    "control",
-)
+VARIANT_COLUMNS: Mapping[str, Callable[[Variant], Any]] = {
+    "variant": lambda v: v.name,
+    "loss": lambda v: v.loss,
+    "std": lambda v: v.std,
+    "lowest": lambda v: min(v.losses, default=None),
+    "highest": lambda v: max(v.losses, default=None),
+    "seeds": lambda v: len(v.losses),
+    "difference": lambda v: v.difference and v.difference.mean,
+    "difference_low": lambda v: v.difference and v.difference.low,
+    "difference_high": lambda v: v.difference and v.difference.high,
+    "p": lambda v: v.difference and v.difference.p,
+    "p_holm": lambda v: v.p_holm,
+    "samples": lambda v: v.difference and v.difference.samples,
+    "steps": lambda v: v.mean("steps"),
+    "flops": lambda v: v.mean("throughput/flops_total"),
+    "step_seconds": lambda v: v.mean("step_seconds"),
+    "pareto": lambda v: v.best_trade,
+    "density": lambda v: v.mean("sparsity/density"),
+    "parameters": lambda v: v.mean("parameters"),
+    "control": lambda v: v.control,
+}
 
 
 def variant_rows(variants: Sequence[Variant]) -> tuple[list[str], list[list[Any]]]:
     """Columns and rows of `variants.csv`."""
-    settings = [*variants[0].values] if variants else []
-    rows = []
-    for v in variants:
-        d = v.difference
-        paired = [d.mean, d.low, d.high, d.p, v.p_holm, d.samples] if d is not None else [None] * 6
-        losses = [v.loss, v.std, min(v.losses, default=None), max(v.losses, default=None), len(v.losses)]
-        spent = [v.mean("steps"), v.mean("throughput/flops_total"), v.mean("step_seconds"), v.best_trade]
-        network = [v.mean("sparsity/density"), v.mean("parameters"), v.control]
-        rows.append([v.name, *losses, *paired, *spent, *network, *v.values.values()])
-    return [*VARIANT_COLUMNS, *settings], rows
+    rows = [[*(value(v) for value in VARIANT_COLUMNS.values()), *v.values.values()] for v in variants]
+    return [*VARIANT_COLUMNS, *(variants[0].values if variants else ())], rows
 
 
-RUN_COLUMNS = (
-    "run",
-    "variant",
-    "seed",
-    "lr",
-    "status",
-    "steps",
-    "train_loss",
-    "val_loss",
-    "flops",
-    "step_seconds",
-    "tokens_per_second",
-    "density",
-    "parameters",
-    "device",
-    "commits",
-)
+RUN_COLUMNS: Mapping[str, Callable[[Run], Any]] = {
+    "seed": lambda run: run.seed,
+    "lr": lambda run: run.settings.get(LR),
+    "status": lambda run: run.status,
+    "steps": lambda run: run.steps,
+    "train_loss": lambda run: float(run.train[1][-1]) if len(run.train[1]) else None,
+    "val_loss": lambda run: run.val_loss,
+    "flops": lambda run: run.last("throughput/flops_total"),
+    "step_seconds": lambda run: run.step_seconds,
+    "tokens_per_second": lambda run: run.last("throughput/tokens_per_second"),
+    "density": lambda run: run.last("sparsity/density"),
+    "parameters": lambda run: run.parameters,
+    "device": lambda run: run.point and run.point.device,
+    "commits": lambda run: " ".join(str(commit) for commit in run.manifest.get("commits", []) if commit),
+}
 
 
-def run_rows(variants: Sequence[Variant]) -> list[list[Any]]:
-    """Rows of `runs.csv`: all runs, including those at learning rates that were not chosen."""
+def run_rows(variants: Sequence[Variant]) -> tuple[list[str], list[list[Any]]]:
+    """Columns and rows of `runs.csv`: all runs, including those at learning rates that were not chosen."""
     rows = []
     for variant in variants:
         tried = [run for runs in variant.tried.values() for run in runs]
         for run in {run.folder: run for run in (*variant.runs, *tried)}.values():
-            train = float(run.train[1][-1]) if len(run.train[1]) else None
-            commits = " ".join(str(commit) for commit in run.manifest.get("commits", []) if commit)
-            which = [run.name, variant.name, run.seed, run.settings.get("optim.lr"), run.status, run.steps]
-            spent = [run.last("throughput/flops_total"), run.step_seconds, run.last("throughput/tokens_per_second")]
-            network = [run.last("sparsity/density"), run.parameters, run.point.device if run.point else None]
-            rows.append([*which, train, run.val_loss, *spent, *network, commits])
-    return rows
+            rows.append([run.name, variant.name, *(value(run) for value in RUN_COLUMNS.values())])
+    return ["run", "variant", *RUN_COLUMNS], rows
 
 
 def lr_table(variants: Sequence[Variant]) -> Table | None:
     """Final loss of every variant at every learning rate that was tried, with the chosen one marked."""
-    tried = [(place, variant) for place, variant in enumerate(variants) if variant.tried]
-    if not tried:
-        return None
-    rates = sorted({rate for _, variant in tried for rate in variant.tried}, key=float)
+    rates = sorted({rate for variant in variants for rate in variant.tried}, key=float)
     rows = []
-    for place, variant in tried:
-        chosen_lr = variant.runs[0].settings.get("optim.lr")
-        cells = []
-        for rate in rates:
-            losses = [run.val_loss for run in variant.tried.get(rate, ()) if run.val_loss is not None]
-            text = number(fmean(losses) if losses else None, 5) if rate in variant.tried else ""
-            cells.append(Cell(text, "chosen" if rate == chosen_lr else ""))
-        rows.append([Cell(variant.name, colour=place), *cells])
-    return Table(
-        ["variant", *(f"lr {rate:g}" for rate in rates)],
-        rows,
-        title="Learning rates tried",
-        note="Mean loss over the seeds at which several rates were tried; the rate with the lowest loss is chosen.",
-    )
-
-
-def sparsity_rows(variants: Sequence[Variant]) -> tuple[list[str], list[list[float | None]]]:
-    """Sparsity points of the last validations, and the mean loss of each variant at each; empty for one point."""
-    points = list(dict.fromkeys(at for variant in variants for run in variant.ended for at in run.validation))
-    if len(points) < 2:
-        return [], []
-    rows: list[list[float | None]] = []
     for variant in variants:
-        by_point = [[_mean(run, at) for run in variant.ended if at in run.validation] for at in points]
-        rows.append([fmean(losses) if losses else None for losses in by_point])
-    return points, rows
+        cells = [Cell(variant.name, colour=variant.colour)]
+        for rate in rates:
+            losses = variant.tried_losses.get(rate)
+            text = "" if losses is None else number(fmean(losses) if losses else None, 5)
+            cells.append(Cell(text, "chosen" if rate == variant.chosen_lr else ""))
+        if variant.tried:
+            rows.append(cells)
+    note = "Mean loss over the seeds at which several rates were tried; the rate with the lowest loss is chosen."
+    headings = ["variant", *(f"lr {rate:g}" for rate in rates)]
+    return Table(headings, rows, title="Learning rates tried", note=note) if rows else None
 
 
-def _mean(run: Run, at: str) -> float:
-    return fmean(run.validation[at].values())
+def sparsity_rows(variants: Sequence[Variant]) -> tuple[list[str], list[list[Any]]]:
+    """Columns and rows of `sparsity_points.csv`: mean loss of each variant at each point of its last validations."""
+    points = list(dict.fromkeys(at for variant in variants for run in variant.ended for at in run.validation))
+    rows = []
+    for variant in variants:
+        losses = [
+            [fmean(run.validation[at].values()) for run in variant.ended if at in run.validation] for at in points
+        ]
+        rows.append([variant.name, *(fmean(each) if each else None for each in losses)])
+    return ["variant", *points], rows
 
 
 def sparsity_table(variants: Sequence[Variant]) -> Table | None:
-    """Loss of the trained weights at other numbers of tiles than in training."""
-    points, rows = sparsity_rows(variants)
-    if not points:
-        return None
+    """Loss of the trained weights at other numbers of tiles than in training; None for a single number."""
+    (variant_heading, *points), rows = sparsity_rows(variants)
     cells = []
-    for place, (variant, losses) in enumerate(zip(variants, rows, strict=True)):
-        own = losses[points.index("current")] if "current" in points else None
-        line = [Cell(variant.name, colour=place)]
+    for variant, (_, *losses) in zip(variants, rows, strict=True):
+        own = dict(zip(points, losses, strict=True)).get("current")
+        line = [Cell(variant.name, colour=variant.colour)]
         for at, loss in zip(points, losses, strict=True):
             change = f"{loss / own - 1:+.2%}" if loss is not None and own and at != "current" else ""
             line.append(Cell(number(loss, 5), change))
         if any(loss is not None for loss in losses):
             cells.append(line)
-    return Table(
-        ["variant", *points],
-        cells,
-        title="Tiles at inference",
-        note="The same weights validated with other numbers of tiles; below: change relative to the current number.",
-    )
+    note = "The same weights validated with other numbers of tiles; below: change relative to the current number."
+    table = Table([variant_heading, *points], cells, title="Tiles at inference", note=note)
+    return table if len(points) > 1 else None
 
 
 def missing_table(missing: Sequence[Missing]) -> Table:
@@ -211,10 +181,9 @@ def missing_table(missing: Sequence[Missing]) -> Table:
 def run_table(variants: Sequence[Variant]) -> Table:
     """Table of all runs."""
     rows = []
-    for name, variant, seed, lr, status, steps, train, val, flops, seconds, *_ in run_rows(variants):
-        numbers = [number(value, digits) for value, digits in ((train, 5), (val, 5), (flops, 3), (seconds, 3))]
+    for name, variant, seed, lr, status, steps, train, val, flops, seconds, *_ in run_rows(variants)[1]:
         texts = [name, variant, "" if seed is None else str(seed), "" if lr is None else f"{lr}", status, str(steps)]
-        rows.append([*texts, *numbers])
+        rows.append([*texts, number(train, 5), number(val, 5), number(flops, 3), number(seconds, 3)])
     headings = ["run", "variant", "seed", "lr", "status", "steps", "train loss", "val loss", "FLOPs", "s/step"]
     return Table(headings, rows, title="All runs")
 

@@ -39,6 +39,7 @@ class Variant:
         not_paired: why there is no difference.
         p_holm: p-value of the difference, corrected for the number of variants.
         best_trade: whether the variant is on the Pareto front of loss and step time.
+        colour: index of its colour, the same in all figures and tables.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Variant:
     not_paired: str = ""
     p_holm: float | None = None
     best_trade: bool = False
+    colour: int = 0
 
     @property
     def ended(self) -> tuple[Run, ...]:
@@ -86,6 +88,16 @@ class Variant:
             return any(run.point is not None and run.point.control for run in self.runs)
         return all(str(run.settings.get("attention._target_", "")).endswith(".FullAttention") for run in self.runs)
 
+    @property
+    def tried_losses(self) -> dict[float, list[float]]:
+        """Last validation losses of `tried`."""
+        return {lr: [run.val_loss for run in runs if run.val_loss is not None] for lr, runs in self.tried.items()}
+
+    @property
+    def chosen_lr(self) -> Any:
+        """The learning rate that the variant is judged at."""
+        return self.runs[0].settings.get(LR)
+
     def mean(self, name: str) -> float | None:
         """Mean over the runs of an attribute of `Run` or of the last value of a metric."""
         values = [run.last(name) if "/" in name else getattr(run, name) for run in self.ended]
@@ -122,7 +134,8 @@ def group(runs: Sequence[Run]) -> list[Variant]:
         Variant(name=name, values={key: members[0].settings.get(key, _UNSET) for key in columns}, runs=members, tried=t)
         for name, (members, t) in zip(names, best_families, strict=True)
     ]
-    return sorted(variants, key=lambda variant: (variant.loss is None, variant.loss or 0.0, variant.name))
+    variants.sort(key=lambda variant: (variant.loss is None, variant.loss or 0.0, variant.name))
+    return [replace(variant, colour=place) for place, variant in enumerate(variants)]
 
 
 def _own_settings(runs: Sequence[Run]) -> list[str]:
