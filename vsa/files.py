@@ -17,7 +17,7 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from vsa.errors import NO_ROOM
 from vsa.settings import describe, fits
@@ -470,11 +470,6 @@ def inner_name(name: Any, where: object) -> str:
     if {"", ".", ".."} & set(parts) or any(ord(letter) < 32 for letter in name):
         raise ValueError(f"{where} names {shown(name)}, expected a relative path without .. in the same folder")
     return name
-
-
-def whole_lines(file: TextIO) -> Iterator[str]:
-    """Lines of a file, without a last one that lacks its end, whose last number may be cut."""
-    return (line for line in file if line.endswith("\n"))
 
 
 def refuse_others(folder: Path, names: tuple[str, ...], maker: str, option: str) -> None:

@@ -16,6 +16,7 @@ from PIL import Image
 
 from vsa.evaluation import figures
 from vsa.evaluation.figures import draw_evaluation, health_curves, loss_curve, read_metric
+from vsa.pages import charts
 from vsa.plotting import COLOURS
 
 pytestmark = pytest.mark.filterwarnings("error")
@@ -47,7 +48,8 @@ def places(path: Path, colour: tuple[int, int, int]) -> np.ndarray:
 def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
     """Figures that were finished; they are kept here instead of being written."""
     kept_figures: list[Figure] = []
-    monkeypatch.setattr(figures, "save_figure", lambda figure, path: kept_figures.append(figure))
+    for module in (figures, charts):
+        monkeypatch.setattr(module, "save_figure", lambda figure, path: kept_figures.append(figure))
     return kept_figures
 
 

@@ -256,7 +256,7 @@ def _raw_rows(text: str) -> list[list[str]]:
         ({"metrics.csv": "epoch,loss\n1,2\n"}, "has no column step and there is no run.json"),
         ({"metrics.csv": "epoch,step,train_loss\n0,1,2\n"}, "has none of the columns train/loss, "),
         ({"metrics.csv": ""}, "is empty and there is no run.json"),
-        ({"metrics.csv": "step,train/loss\n1,abc\n"}, "could not convert string 'abc'"),
+        ({"metrics.csv": "step,train/loss\n1,abc\n"}, "column train/loss: could not convert string to float: 'abc'"),
         ({"metrics.csv": "step,train/loss\n1,2\n", "config.yaml": "a: [1\n"}, "config.yaml does not parse"),
         ({"run.json": "{}"}, "no run in"),
     ],

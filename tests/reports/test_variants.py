@@ -65,7 +65,7 @@ def test_a_run_that_cannot_be_read_is_named_and_the_others_stay(tmp_path):
     assert {one.name: one.status for one in missing} == dict.fromkeys(("other", "rows", "words", "yaml"), "unreadable")
     reasons = {one.name: one.reason for one in missing}
     assert "other is not a run of vsa-train" in reasons["other"]
-    assert "words/metrics.csv: could not convert string 'low' to float64 at row 0, column 2" in reasons["words"]
+    assert "words/metrics.csv, column train/loss: could not convert string to float: 'low'" in reasons["words"]
 
 
 def test_what_a_sweep_says(tmp_path):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -21,21 +21,32 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from vsa.files import read_csv
-from vsa.plotting import COLOURS, TITLE, log_axis, save_figure, set_title, step_axis
+from vsa.pages.charts import Panel, Series, draw_panels
+from vsa.plotting import COLOURS, TITLE, save_figure, set_title, step_axis
+
+Curve = tuple[np.ndarray, np.ndarray]
+"""Steps and values of one metric, without rows that have no value."""
 
 
-def read_metric(metrics_csv: str | Path, column: str) -> tuple[np.ndarray, np.ndarray]:
-    """Steps and values of one column of a run's `metrics.csv`, without rows that have no value and without a last line
-    that a kill has cut.
+def read_metric(metrics_csv: str | Path, column: str) -> Curve:
+    """One column of a run's `metrics.csv`, without a last line that a kill has cut.
 
     Raises:
         ValueError: the file has no such column, or a value that is no number; names file and column.
     """
-    rows = read_csv(metrics_csv, ("step", column), growing=True)[1]
-    return _curve(metrics_csv, rows, column)
+    return _curve(metrics_csv, read_csv(metrics_csv, ("step", column), growing=True)[1], column)
 
 
-def _curve(metrics_csv: str | Path, rows: Sequence[Mapping[str, str]], column: str) -> tuple[np.ndarray, np.ndarray]:
+def read_metrics(metrics_csv: str | Path, wanted: Callable[[str], object] = bool) -> dict[str, Curve]:
+    """Those of the `wanted` columns of a run's `metrics.csv` in which something was logged, as in `read_metric`."""
+    columns, rows = read_csv(metrics_csv, growing=True)
+    if rows and "step" not in columns:
+        raise ValueError(f"{metrics_csv} has no column step")
+    read = {name: _curve(metrics_csv, rows, name) for name in columns if name != "step" and wanted(name)}
+    return {name: curve for name, curve in read.items() if len(curve[0])}
+
+
+def _curve(metrics_csv: str | Path, rows: Sequence[Mapping[str, str]], column: str) -> Curve:
     cells = [(row["step"], row[column]) for row in rows if row[column]]
     try:
         return np.array([int(s) for s, _ in cells], dtype=np.int64), np.array([float(v) for _, v in cells])
@@ -43,20 +54,13 @@ def _curve(metrics_csv: str | Path, rows: Sequence[Mapping[str, str]], column: s
         raise ValueError(f"{metrics_csv}, column {column}: {error}") from None
 
 
-def logged_metrics(metrics_csv: str | Path, columns: Sequence[str]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Steps and values of those of `columns` in which something was logged, in their order; none without the file.
-
-    Raises:
-        ValueError: the file is damaged, or a value is no number; names file and column.
-    """
+def logged_metrics(metrics_csv: str | Path, columns: Sequence[str]) -> dict[str, Curve]:
+    """`read_metrics` of `columns`, in their order; none without the file."""
     try:
-        there, rows = read_csv(metrics_csv, growing=True)
+        read = read_metrics(metrics_csv, columns.__contains__)
     except FileNotFoundError:
         return {}
-    if rows and "step" not in there:
-        raise ValueError(f"{metrics_csv} has no column step")
-    read = {column: _curve(metrics_csv, rows, column) for column in columns if column in there}
-    return {column: (steps, values) for column, (steps, values) in read.items() if len(steps)}
+    return {column: read[column] for column in columns if column in read}
 
 
 def final_loss(run: Path) -> float | None:
@@ -85,47 +89,16 @@ def loss_curve(metrics_csv: str | Path, path: str | Path, *, title: str = "") ->
         path: PNG to write.
         title: above the axes.
     """
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.add_subplot()
-    steps, losses = _train_loss(metrics_csv)
-    window = len(losses) // 30
-    if window > 1:
-        axes.plot(steps, losses, color=COLOURS[0], alpha=0.25, linewidth=0.8)
-        axes.plot(steps, running_mean(losses, window), color=COLOURS[0], label=f"train, mean of {window} rows")
-    elif len(losses):
-        # a curve of one point is a point
-        axes.plot(steps, losses, ".-", color=COLOURS[0], label="train")
-    val_steps, val_losses = _logged(metrics_csv, "val/loss")
-    if len(val_losses):
-        axes.plot(val_steps, val_losses, "o-", color=COLOURS[1], label="validation (fixed noise)")
-    _finish_loss_axes(axes, "flow-matching loss (MSE of the velocity)")
-    set_title(axes.set_title, title, width=80)
-    return save_figure(figure, path)
-
-
-def _train_loss(metrics_csv: str | Path) -> tuple[np.ndarray, np.ndarray]:
     # of a mixture the part that validation measures, too
-    return _logged(metrics_csv, "train/loss_data", "train/loss")
-
-
-def _logged(metrics_csv: str | Path, *columns: str) -> tuple[np.ndarray, np.ndarray]:
-    """Steps and values of the first of `columns` that a run logged, empty where it logged none."""
-    return next(iter(logged_metrics(metrics_csv, columns).values()), (np.array([]), np.array([])))
-
-
-def _finish_loss_axes(axes: Axes, label: str) -> None:
-    values = np.concatenate([np.asarray(line.get_ydata(), dtype=float) for line in axes.lines] or [np.array([])])
-    if len(values):
-        axes.legend()
-    else:
-        axes.text(0.5, 0.5, "no loss logged yet", ha="center", transform=axes.transAxes)
-    if len(values) and values.min() > 0:
-        axes.set_yscale("log")
-        log_axis(axes.yaxis, values.min(), values.max())
-    step_axis(axes.xaxis)
-    axes.set_xlabel("optimizer step")
-    axes.set_ylabel(label)
-    axes.grid(alpha=0.3, which="both")
+    steps, losses = _logged(metrics_csv, "train/loss_data", "train/loss")
+    series = [Series("train", steps, losses)]
+    if (window := len(losses) // 30) > 1:
+        mean = Series(f"train, mean of {window} rows", steps, running_mean(losses, window))
+        series = [Series("", steps, losses, faint=True), mean]
+    series.append(Series("validation (fixed noise)", *_logged(metrics_csv, "val/loss"), colour=1))
+    log = all((one.y > 0).all() for one in series)
+    label = "flow-matching loss (MSE of the velocity)"
+    return draw_panels([Panel("optimizer step", label, series, y_log=log, steps=True)], path, title=title)
 
 
 def health_curves(metrics_csv: str | Path, path: str | Path, *, title: str = "") -> Path:
@@ -136,25 +109,22 @@ def health_curves(metrics_csv: str | Path, path: str | Path, *, title: str = "")
         path: PNG to write.
         title: above the axes.
     """
-    figure = Figure(figsize=(7, 8), layout="constrained")
-    panels = (
-        ("loss of the critic", {"fake_score/loss": "training"}),
-        ("gap between critic and teacher (rms)", {"dmd/gap": "training", "val/gap": "validation, last step"}),
-        ("generated latents", {"generated/std": "std (data: 1)", "generated/saturation": "share saturated"}),
-    )
-    for axes, (label, columns) in zip(figure.subplots(len(panels), 1, sharex=True), panels, strict=True):
-        for place, (column, name) in enumerate(columns.items()):
-            steps, values = _logged(metrics_csv, column)
-            if len(values):
-                axes.plot(steps, values, ".-", color=COLOURS[place], linewidth=0.8, label=name)
-        axes.set_ylabel(label)
-        axes.grid(alpha=0.3)
-        if axes.lines:
-            axes.legend()
-    axes.set_xlabel("iteration")
-    step_axis(axes.xaxis)
-    set_title(figure.suptitle, title, width=80)
-    return save_figure(figure, path)
+    columns = {
+        "loss of the critic": {"fake_score/loss": "training"},
+        "gap between critic and teacher (rms)": {"dmd/gap": "training", "val/gap": "validation, last step"},
+        "generated latents": {"generated/std": "std (data: 1)", "generated/saturation": "share saturated"},
+    }
+    panels = []
+    for label, names in columns.items():
+        curves = [(name, _logged(metrics_csv, column)) for column, name in names.items()]
+        series = [Series(name, *curve, colour=place) for place, (name, curve) in enumerate(curves)]
+        panels.append(Panel("iteration", label, series, steps=True))
+    return draw_panels(panels, path, title=title)
+
+
+def _logged(metrics_csv: str | Path, *columns: str) -> Curve:
+    """Steps and values of the first of `columns` that a run logged, empty where it logged none."""
+    return next(iter(logged_metrics(metrics_csv, columns).values()), (np.array([]), np.array([])))
 
 
 def layer_heatmaps(

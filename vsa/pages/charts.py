@@ -12,11 +12,12 @@ from typing import Any
 import numpy as np
 from matplotlib import colormaps
 from matplotlib.axes import Axes
+from matplotlib.axis import XAxis, YAxis
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
 from vsa.files import atomic_file
-from vsa.plotting import COLOURS, fit_text, log_axis, save_figure, set_title, short_number
+from vsa.plotting import COLOURS, fit_text, log_axis, save_figure, set_title, short_number, step_axis
 
 VISIBLE = 12
 """Number of curves that are drawn at first; the legend lists the others too."""
@@ -61,6 +62,7 @@ class Panel:
         series: curves, the best first.
         x_log, y_log: whether an axis is logarithmic.
         y_zero: whether the linear y axis begins at 0.
+        steps: whether the x axis has whole numbers.
         visible: number of curves that are drawn at first.
     """
 
@@ -70,6 +72,7 @@ class Panel:
     x_log: bool = False
     y_log: bool = False
     y_zero: bool = False
+    steps: bool = False
     visible: int = VISIBLE
 
 
@@ -129,40 +132,47 @@ def write_csv(path: Path, columns: Sequence[str], rows: Iterable[Sequence[Any]])
     return path
 
 
-def draw_panel(panel: Panel | Heat, path: Path, *, title: str) -> Path:
+def draw_panel(panel: Panel | Heat, path: str | Path, *, title: str) -> Path:
     """Draw one panel as a PNG."""
-    figure = Figure(figsize=(8, 4.8), layout="constrained")
-    axes = figure.add_subplot()
-    if isinstance(panel, Heat):
-        _draw_heat(figure, axes, panel)
-    else:
-        _draw_series(axes, panel)
-        axes.grid(alpha=0.25, which="major")
-        # a logarithmic axis needs a positive value, which empty series lack
-        for axis, log, values in (
-            (axes.xaxis, panel.x_log, [series.x for series in panel.series]),
-            (axes.yaxis, panel.y_log, [series.y for series in panel.series]),
-        ):
-            positive = _positive(values)
-            if log and len(positive):
-                getattr(axes, f"set_{axis.axis_name}scale")("log")
-                log_axis(axis, positive.min(), positive.max())
-            else:
-                # no factor apart from the numbers
-                axis.set_major_formatter(FuncFormatter(lambda value, _: short_number(value)))
-        if panel.y_zero:
-            axes.set_ylim(bottom=0)
-    axes.set_xlabel(panel.x_label)
-    axes.set_ylabel(panel.y_label)
-    set_title(axes.set_title, title, width=90)
+    return draw_panels([panel], path, title=title)
+
+
+def draw_panels(panels: Sequence[Panel | Heat], path: str | Path, *, title: str) -> Path:
+    """Draw panels as a PNG, one below the other; those of several share their horizontal axis."""
+    figure = Figure(figsize=(8, max(4.8, 2.7 * len(panels))), layout="constrained")
+    grid = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
+    for axes, panel in zip(grid, panels, strict=True):
+        if isinstance(panel, Heat):
+            _draw_heat(figure, axes, panel)
+        else:
+            _draw_series(axes, panel)
+            axes.grid(alpha=0.25, which="major")
+        axes.set_ylabel(panel.y_label)
+    grid[-1].set_xlabel(panels[-1].x_label)
+    set_title(grid[0].set_title, title, width=90)
     return save_figure(figure, path)
 
 
+def _scale(axis: XAxis | YAxis, values: Sequence[np.ndarray], *, log: bool, steps: bool = False) -> None:
+    # a logarithmic axis needs a positive value, which empty series lack
+    positive = _positive(values)
+    if log and len(positive):
+        getattr(axis.axes, f"set_{axis.axis_name}scale")("log")
+        log_axis(axis, positive.min(), positive.max())
+    elif steps:
+        step_axis(axis)
+    else:
+        # no factor apart from the numbers
+        axis.set_major_formatter(FuncFormatter(lambda value, _: short_number(value)))
+
+
 def _draw_series(axes: Axes, panel: Panel) -> None:
-    for series in map(_finite, panel.series[: panel.visible]):
+    drawn = [_finite(series) for series in panel.series[: panel.visible] if len(series.x)]
+    for series in drawn:
         colour, marker = COLOURS[series.colour % len(COLOURS)], list(_MARKERS)[_marker(series)]
         # Matplotlib would read $ as a formula, and hide a label that starts with an underscore
-        label = " " + fit_text(series.name, 40, 1).text.replace("$", r"\$")
+        label = fit_text(series.name, 40, 1).text.replace("$", r"\$")
+        label = f" {label}" if label.startswith("_") else label or "_"
         if series.points and series.low is not None and series.high is not None:
             error = np.stack([series.y - series.low, series.high - series.y])
             axes.errorbar(series.x, series.y, yerr=error, fmt=marker, color=colour, capsize=3, label=label)
@@ -178,10 +188,16 @@ def _draw_series(axes: Axes, panel: Panel) -> None:
             if series.low is not None and series.high is not None:
                 band = series.low[picked], series.high[picked]
                 axes.fill_between(series.x[picked], *band, color=colour, alpha=0.18, linewidth=0)
-    if len(panel.series) > 8:
+    _scale(axes.xaxis, [series.x for series in panel.series], log=panel.x_log, steps=panel.steps)
+    _scale(axes.yaxis, [series.y for series in panel.series], log=panel.y_log)
+    if panel.y_zero:
+        axes.set_ylim(bottom=0)
+    if not drawn:
+        axes.text(0.5, 0.5, "nothing logged yet", ha="center", transform=axes.transAxes)
+    elif len(panel.series) > 8:
         # outside of the axes, because a long legend would hide the curves
         axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.01, 0.5), ncols=1 + len(axes.lines) // 24)
-    elif panel.series:
+    else:
         axes.legend(fontsize=8)
 
 

@@ -89,7 +89,7 @@ def _banded(variant: Variant, curves: Sequence[tuple[Run, Curve]], over: str = "
     spent = [(curve, x) for run, curve in curves if (x := run.spent(over, curve[0])) is not None]
     values = band([curve for curve, _ in spent])
     low, high = (values.low, values.high) if len(spent) > 1 else (None, None)
-    x = values.steps if over == "steps" else band([(steps, x) for (steps, _), x in spent]).mean
+    x = values.steps.astype(float) if over == "steps" else band([(steps, x) for (steps, _), x in spent]).mean
     return Series(variant.name, x, values.mean, low, high, colour=variant.colour)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import os
@@ -18,16 +17,14 @@ import numpy as np
 
 from vsa.checkpoints.run_checkpoint import list_checkpoints, read_checkpoint
 from vsa.checkpoints.run_folder import MANIFEST, PROJECT, in_use, read_manifest
+from vsa.evaluation.figures import Curve, read_metrics
 from vsa.files import (
-    CSV_LIMIT,
     check_kind,
     is_regular,
     open_regular,
     read_csv,
     read_json,
-    read_text,
     read_yaml,
-    whole_lines,
 )
 
 METRICS, SWEEP = "metrics.csv", "sweep.json"
@@ -46,9 +43,6 @@ _SEED_OR_LR = re.compile(r"([-_,.]?(lr|seed)[-_=]?\d[\d.e+-]*)+$")
 # content of sweep.json
 _SWEEP_KIND = {"points": [{"name": str, "status": str, "reason?": str | None, "device?": str | None}]}
 _WITHOUT_METRICS = {"waiting": "not started yet", "running": "no metrics yet"}
-
-Curve = tuple[np.ndarray, np.ndarray]
-"""Steps and values of one metric, without rows that have no value."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -322,13 +316,14 @@ def _points(path: Path) -> Iterator[Point]:
 
 
 def _read_run(folder: Path, root: Path, point: Point | None, *, pattern: re.Pattern[str] = _COMPARED) -> Run:
-    metrics = folder / METRICS
     manifest, damaged = _manifest(folder)
+    metrics = read_metrics(folder / METRICS, pattern.fullmatch) if os.path.lexists(folder / METRICS) else {}
     return Run(
         folder=folder,
         name=_name(folder, root),
         settings=_settings(folder / "config.yaml"),
-        metrics=read_metrics(metrics, pattern) if os.path.lexists(metrics) else {},
+        # NaN, which marks missing values in tables of several runs, is as bad as infinity
+        metrics={name: (at, np.where(np.isnan(values), np.inf, values)) for name, (at, values) in metrics.items()},
         validation=_validation(folder / "validation.csv"),
         manifest=manifest,
         point=point,
@@ -336,41 +331,6 @@ def _read_run(folder: Path, root: Path, point: Point | None, *, pattern: re.Patt
         writing=in_use(folder),
         damaged=damaged,
     )
-
-
-def read_metrics(path: Path, wanted: re.Pattern[str] = _COMPARED) -> dict[str, Curve]:
-    """Curves of metrics, each with its own steps, without a last line that a kill has cut.
-
-    NaN values become infinite.
-
-    Args:
-        path: path of `metrics.csv`.
-        wanted: pattern of the metrics to read.
-
-    Raises:
-        ValueError: the file is damaged, or a value is not a number; the message names file, row and column.
-    """
-    file = io.StringIO(read_text(path, limit=CSV_LIMIT))
-    header = file.readline().rstrip("\n").split(",")
-    if "step" not in header and header != [""]:
-        raise ValueError(f"{path} has no column step")
-    lines = [line for line in whole_lines(file) if line.count(",") == len(header) - 1]
-    names = ["step", *(name for name in header if name != "step" and wanted.fullmatch(name))]
-    if not lines:
-        return {}
-    # NaN marks empty cells from here on, hence a NaN loss becomes infinite, which is equally bad; empty cells are
-    # replaced twice, because neighbouring ones share a comma
-    text = "".join(lines).replace("nan", "inf").replace(",,", ",nan,").replace(",,", ",nan,").replace(",\n", ",nan\n")
-    columns = [header.index(name) for name in names]
-    try:
-        table = np.loadtxt(io.StringIO(text), delimiter=",", comments=None, usecols=columns, ndmin=2)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
-    if not np.isfinite(table[:, 0]).all():
-        raise ValueError(f"{path} has a row without its step")
-    steps = table[:, 0].astype(np.int64)
-    logged = {name: ~np.isnan(values) for name, values in zip(names[1:], table.T[1:], strict=True)}
-    return {name: (steps[there], table[there, i]) for i, (name, there) in enumerate(logged.items(), 1) if there.any()}
 
 
 def _settings(path: Path) -> dict[str, Any]:
