@@ -87,25 +87,18 @@ def denoise_once(
     model(x_t, to_timestep(level), text, text_mask, topk=topk, recorder=recorder)
 
 
-def draw_attention(
-    run: LoadedRun,
-    prompt: str,
-    settings: SampleSettings,
-    path: str | Path | None,
-    *,
-    layer: int | None = None,
-    sigma: float = 0.5,
-) -> Path | None:
+def draw_attention(run: LoadedRun, prompt: str, settings: SampleSettings, path: str | Path | None) -> Path | None:
     """Sample a clip and draw the tiles that three of its query tiles attend to, halfway through the denoising.
+
+    The layer is the middle one of those that select tiles.
 
     Args:
         run: from `load_run`, with sparse attention.
         prompt: caption of the clip.
         settings: sampling settings; the clip is that of `generate`.
         path: PNG to write; None runs the model without drawing (on ranks other than the first, with sharded weights).
-        layer: layer to draw; None: the middle one.
-        sigma: noise level of the recorded step.
     """
+    sigma = 0.5
     seeds = clip_seeds(settings.seed, [prompt])
     latents = sample_latents(run.model, run.text_encoder, [prompt], seeds, settings)
     video = decode_latents(run.codec, latents, run.statistics)[0]
@@ -114,9 +107,7 @@ def draw_attention(
     records = {index: tensors for index, tensors in records.items() if "kv_indices" in tensors}
     if not records:
         raise ValueError(f"{run.source} selects no tiles (dense attention, or all tiles are kept): nothing to draw")
-    layer = sorted(records)[len(records) // 2] if layer is None else layer
-    if layer not in records:
-        raise ValueError(f"layer {layer} selects no tiles: expected one of the layers {sorted(records)}")
+    layer = sorted(records)[len(records) // 2]
     if path is None:
         return None
     layout = run.model.layout_for(settings.latent_shape)
@@ -230,11 +221,9 @@ def attention_picture(
     path: str | Path,
     *,
     times: Sequence[int],
-    queries: Sequence[int] | None = None,
-    frames: int = 4,
     title: str = "",
 ) -> Path:
-    """Picture of the tiles that a few query tiles attend to, drawn over frames of the clip: one row per query tile.
+    """Picture of the tiles that the three query tiles whose pixels vary most, the moving content, attend to.
 
     Args:
         video: uint8 `[T, H, W, 3]`.
@@ -243,22 +232,13 @@ def attention_picture(
         kv_num_blocks: `[H, Nq]`, recorded.
         path: PNG to write.
         times: see `token_times`.
-        queries: query tiles; None: those whose pixels vary most, the moving content.
-        frames: number of frames, evenly spaced.
         title: title above the picture.
     """
-    tiles = tile_map(layout)
+    tiles, kv_tiles = tile_map(layout), tile_map(layout, layout.kv_blocks)
     share = selection_share(kv_indices, kv_num_blocks, layout.kv_blocks.num)
-    if queries is None:
-        queries = varied_tiles(video, tiles, times, count=3)
-    bad = [q for q in queries if not 0 <= q < layout.num_blocks]
-    if bad or not queries:
-        raise ValueError(f"query tiles must lie in 0..{layout.num_blocks - 1}, got {list(queries)}")
+    queries = varied_tiles(video, tiles, times, count=3)
     rows = [(f"query tile {query}", tiles == query, share[query]) for query in queries]
-    kv_tiles = tile_map(layout, layout.kv_blocks)
-    return attention_sheet(
-        video, kv_tiles, rows, path, times=times, frames=frames, title=title, strength="brighter: by more heads"
-    )
+    return attention_sheet(video, kv_tiles, rows, path, times=times, title=title, strength="brighter: by more heads")
 
 
 def attention_sheet(
