@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+from pathlib import Path
+
+import pytest
 
 pytest_plugins = ["tests.soak.plugin"]
 
@@ -15,3 +18,16 @@ for name in ("COLUMNS", "LINES", "GITHUB_ACTIONS", "FORCE_COLOR", "PY_COLORS", "
 for number in (signal.SIGHUP, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM):
     if signal.getsignal(number) == signal.SIG_IGN:
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+
+
+@pytest.fixture
+def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Empty files in place of the PNGs of pages, each of which costs as much as everything else of a page."""
+
+    def touch(panels: object, path: Path, *, title: str) -> Path:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+        return path
+
+    for name in ("vsa.pages.page.draw_panel", "vsa.evaluation.figures.draw_panels"):
+        monkeypatch.setattr(name, touch)

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from tests.reports.fake_runs import write_run
-from tests.reports.test_report import pictures_left_out  # noqa: F401 (a fixture)
 from vsa.reports.report import report
 from vsa.sampling.sample_writer import DATA_CLIPS
 
@@ -18,7 +17,7 @@ SECRET = b"what nobody may share, " * 5
 
 
 @pytest.fixture
-def run(tmp_path: Path, pictures_left_out) -> Path:  # noqa: F811 (the fixture)
+def run(tmp_path: Path, no_pictures) -> Path:
     """A run with clips, beside a file that is not its own."""
     run = write_run(tmp_path / "runs" / "one", prompts=("a red circle",))
     (tmp_path / "secret").write_bytes(SECRET)

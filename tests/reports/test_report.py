@@ -5,36 +5,19 @@ from __future__ import annotations
 import csv
 import json
 import re
-import shutil
-import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 from plotly.offline import get_plotlyjs
 
-import vsa.reports.report as report_module
+from tests.pages.browser import needs_browser, seen
 from tests.reports.fake_runs import write_run, write_sweep
 from tests.tiny_runs import vsa_command
 from vsa.attention.sparge.method import SpargeAttention
 from vsa.reports.report import report
 
 FULL = {"attention___target_": "vsa.attention.full.FullAttention", "sparsity__sparsity": 0}
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-
-
-@pytest.fixture
-def pictures_left_out(monkeypatch):
-    """A picture costs as much as everything else together: one test draws them."""
-    monkeypatch.setattr(report_module, "loss_curve", lambda metrics, path, **_: path.touch())
-    monkeypatch.setattr(report_module, "health_curves", lambda metrics, path, **_: path.touch())
-
-    def touch(panel, path, *, title):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch()
-        return path
-
-    monkeypatch.setattr("vsa.pages.page.draw_panel", touch)
 
 
 def test_report_draws_the_loss_of_each_run(tmp_path: Path, capsys):
@@ -84,7 +67,7 @@ def test_bad_folders_end_in_one_line(tmp_path: Path, command_line):
     assert err == f"error: cannot write to {tmp_path}/file/report: {tmp_path}/file is not a writable folder\n"
 
 
-@pytest.mark.usefixtures("pictures_left_out")
+@pytest.mark.usefixtures("no_pictures")
 def test_report_tells_runs_apart_at_80_columns(tmp_path: Path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     common = tmp_path / "a-folder-of-many-letters-that-all-runs-have-in-common" / "pretrain"
@@ -154,7 +137,7 @@ def sweep(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.usefixtures("pictures_left_out")
+@pytest.mark.usefixtures("no_pictures")
 def test_the_page_holds_what_was_found(sweep: Path, capsys):
     page = Page(report([sweep]).read_text(encoding="utf-8"))
     assert "6 in 3 variants, seeds 0, 1; 1 failed, refused or unreadable" in page.text
@@ -187,7 +170,7 @@ def test_the_page_holds_what_was_found(sweep: Path, capsys):
 
 
 @pytest.mark.soak("report pages of hostile names")
-@pytest.mark.usefixtures("pictures_left_out")
+@pytest.mark.usefixtures("no_pictures")
 def test_text_of_strangers_stays_text(sweep: Path):
     text = report([sweep]).read_text(encoding="utf-8")
     page = Page(text)
@@ -202,7 +185,7 @@ def test_text_of_strangers_stays_text(sweep: Path):
     assert names == {"dense", "c_f", "a&b<i>", "Pareto front"}
 
 
-@pytest.mark.usefixtures("pictures_left_out")
+@pytest.mark.usefixtures("no_pictures")
 def test_the_page_loads_nothing(sweep: Path):
     text = report([sweep]).read_text(encoding="utf-8")
     page = Page(text)
@@ -225,7 +208,7 @@ def test_the_page_loads_nothing(sweep: Path):
     assert not any("http" in rule or "*" in rule for rule in rules.values())
 
 
-@pytest.mark.usefixtures("pictures_left_out")
+@pytest.mark.usefixtures("no_pictures")
 def test_runs_of_different_data_code_and_validation_are_told(tmp_path: Path):
     samples = {(f"sample-{n}", 0.1): 0.5 for n in range(20)}
     write_run(tmp_path / "a", sample_losses=samples)
@@ -249,7 +232,7 @@ def test_runs_of_different_data_code_and_validation_are_told(tmp_path: Path):
     assert "other samples" in text
 
 
-@pytest.mark.usefixtures("pictures_left_out")
+@pytest.mark.usefixtures("no_pictures")
 def test_clips_stay_within_their_limit(sweep: Path):
     for most, count in ((20, 6), (0.001, 3), (0, 0)):
         page = Page(report([sweep], out=sweep / "out", clips_mb=most).read_text())
@@ -258,7 +241,7 @@ def test_clips_stay_within_their_limit(sweep: Path):
     assert not (sweep / "report.html").exists()
 
 
-@pytest.mark.usefixtures("pictures_left_out")
+@pytest.mark.usefixtures("no_pictures")
 def test_a_sweep_without_a_run_has_a_page(tmp_path: Path):
     with pytest.raises(ValueError, match="is training-free") as error_info:
         SpargeAttention(dim=8, num_heads=1, head_dim=8).refuse_training()
@@ -268,35 +251,19 @@ def test_a_sweep_without_a_run_has_a_page(tmp_path: Path):
     assert "No run has metrics yet." in text
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(CHROMIUM is None, reason="no chromium here")
+@needs_browser
 @pytest.mark.parametrize("width", [400, 1400])
 def test_a_browser_without_a_network_draws_the_page(sweep: Path, width: int):
-    page = report([sweep])
-    # a browser does not make its window this narrow: the page is looked at in a frame
-    frame = sweep / "frame.html"
-    frame.write_text(
-        f'<iframe src="{page.name}" style="width:{width}px;height:3000px;border:0"></iframe><pre></pre><script>'
-        "onload = () => setTimeout(() => {"
-        "const inside = document.querySelector('iframe').contentDocument;"
-        "const plots = [...inside.querySelectorAll('.plot')];"
-        "document.querySelector('pre').textContent = JSON.stringify({"
+    facts = seen(
+        report([sweep]),
+        "const plots = [...inside.querySelectorAll('.plot')]; return {"
         "scroll: inside.documentElement.scrollWidth, plots: plots.map(plot => plot.querySelectorAll('.trace').length),"
         "widths: plots.map(plot => plot.querySelector('.main-svg').getBoundingClientRect().width),"
         "pictures: inside.querySelectorAll('figure img').length,"
         "legends: inside.querySelectorAll('.legend button').length,"
-        "loaded: inside.defaultView.performance.getEntriesByType('resource').map(each => each.name)"
-        "})}, 4000)</script>"
+        "loaded: inside.defaultView.performance.getEntriesByType('resource').map(each => each.name)}",
+        width=width,
     )
-    command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-quic"]
-    command += ["--disable-background-networking", "--disable-component-update", "--disable-sync"]
-    # every address is a proxy that does not exist
-    command += ["--proxy-server=127.0.0.1:9", "--allow-file-access-from-files", f"--user-data-dir={sweep / 'browser'}"]
-    command += ["--window-size=1500,3000", "--virtual-time-budget=12000", "--dump-dom", frame.as_uri()]
-    process = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    match = re.search(r"<pre>(.*?)</pre>", process.stdout, re.DOTALL)
-    assert match, process.stderr[-2000:]
-    facts = json.loads(match[1].replace("&lt;", "<").replace("&gt;", ">").replace("&amp;", "&"))
     assert facts["scroll"] <= width
     assert len(facts["plots"]) == 4
     assert all(facts["plots"])

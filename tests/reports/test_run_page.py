@@ -12,7 +12,6 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-import vsa.reports.report as report_module
 import vsa.reports.run_page as run_page
 from tests.reports.fake_runs import write_run
 from tests.reports.test_report import EVIL, Page
@@ -25,13 +24,9 @@ from vsa.reports.run_tables import faults
 from vsa.reports.runs import read_run
 from vsa.sampling.sample_writer import DATA_CLIPS
 
+pytestmark = pytest.mark.usefixtures("no_pictures")
+
 HERE = {"cpu": "a processor", "versions": {"torch": "9.8.7"}, "processes": 2}
-
-
-@pytest.fixture(autouse=True)
-def no_pictures(monkeypatch):
-    """A picture costs as much as everything else together; test_report draws them."""
-    monkeypatch.setattr(report_module, "loss_curve", lambda metrics, path, **_: path.touch())
 
 
 def add_columns(run: Path, **columns: dict[int, Any]) -> None:

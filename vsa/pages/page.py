@@ -166,9 +166,7 @@ class Page:
             return
         if clips.left_out:
             note += f" {clips.left_out} more prompts did not fit into the page (--clips-mb)."
-        head = "".join(
-            f'<th>{escape(name)}<span class="sub">{escape(label)}</span></th>' for name, label in clips.headings
-        )
+        head = "".join(f"<th>{escape(name)}{_sub(label)}</th>" for name, label in clips.headings)
         lines = "".join(
             f"<tr><td>{escape(prompt)}</td>"
             + "".join(f"<td>{_image(path, prompt, 'gif') if path else ''}</td>" for path in paths)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -37,7 +38,7 @@ def facts(root: Path, runs: Sequence[Run], variants: Sequence[Variant], missing:
         "Where": shown_path(root) + (f", on {_listed(devices)}" if devices else ""),
         "When": f"started {created[0]} to {created[-1]}" if created else "",
         "Code": ", ".join(f"{version}: {count} runs" for version, count in code_versions(runs).items()),
-        "Data": "; ".join(f"{text}: {count} runs" for text, count in _counted(_data_name(run) for run in runs).items()),
+        "Data": "; ".join(f"{text}: {count} runs" for text, count in Counter(_data_name(run) for run in runs).items()),
         "Validation": "; ".join(_validation_sets(runs)),
         "Training": f"{flops:.3g} executed FLOPs{of}, {duration(seconds)} in all" if flops or seconds else "",
         "Page": f"written {datetime.now().astimezone().isoformat(sep=' ', timespec='minutes')}",
@@ -59,7 +60,7 @@ def _of_data(runs: Sequence[Run]) -> Iterator[str]:
         values = (f"{key} ({_listed({shown(each.get(key, 'unset')) for each in settings})})" for key in differing[:4])
         more = f" and {len(differing) - 4} more" if len(differing) > 4 else ""
         yield f"The runs were trained on different data: they differ in {', '.join(values)}{more}."
-    kinds = _counted("distillations" if run.distilled else "trainings on data" for run in runs)
+    kinds = Counter("distillations" if run.distilled else "trainings on data" for run in runs)
     if len(kinds) > 1:
         counts = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
         yield f"The runs are of different kinds ({counts}): the gap of a distillation is not a loss on data."
@@ -87,7 +88,7 @@ def _validation_sets(runs: Sequence[Run]) -> list[str]:
             descriptions.append(f"{samples} samples at {len(keys)} noise levels")
         else:
             descriptions.append("no validation.csv")
-    return [f"{text}: {count} runs" for text, count in _counted(descriptions).items()]
+    return [f"{text}: {count} runs" for text, count in Counter(descriptions).items()]
 
 
 def _of_validation(runs: Sequence[Run]) -> Iterator[str]:
@@ -118,7 +119,7 @@ def _of_code(runs: Sequence[Run]) -> Iterator[str]:
 
 
 def _of_state(runs: Sequence[Run], missing: Sequence[Missing]) -> Iterator[str]:
-    states = _counted(run.status for run in runs if run.status != "finished")
+    states = Counter(run.status for run in runs if run.status != "finished")
     if states:
         counts = ", ".join(f"{count} {state}" for state, count in states.items())
         yield f"Not all runs have finished ({counts}): their last losses are not final."
@@ -156,13 +157,6 @@ def not_shown(variants: Sequence[Variant], drawn: Sequence[str]) -> list[str]:
 
 def _sizes(members: Sequence[Variant]) -> int:
     return len({run.parameters for variant in members for run in variant.ended} - {None})
-
-
-def _counted(texts: Iterator[str] | Sequence[str]) -> dict[str, int]:
-    counts: dict[str, int] = {}
-    for text in texts:
-        counts[text] = counts.get(text, 0) + 1
-    return counts
 
 
 def _listed(values: set[Any] | Mapping[Any, Any]) -> str:

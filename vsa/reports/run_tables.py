@@ -116,25 +116,17 @@ def faults_table(run: Run) -> Table:
 
 def faults(run: Run) -> Iterator[tuple[str, str, str]]:
     """Kind, count and handling of each recorded fault."""
-    for name in ("skipped_steps", "fake_score/skipped_steps"):
-        steps, totals = run.curve(name)
-        if len(totals) and totals[-1] > 0:
-            grown = steps[np.diff(totals, prepend=0) > 0]
-            what = "the critic's gradients were not finite" if "/" in name else "gradients were not finite"
-            yield what, f"{totals[-1]:.0f}", f"these updates were skipped; logged at {_steps(grown)}"
+    for many, when in _counted(run, "skipped_steps"):
+        yield "gradients were not finite", many, f"these updates were skipped; {when}"
+    for many, when in _counted(run, "fake_score/skipped_steps"):
+        yield "the critic's gradients were not finite", many, f"these updates were skipped; {when}"
     bad = run.last("bad_samples")
     if bad:
         causes = {n.partition("/")[2]: c[1][-1] for n, c in run.metrics.items() if n.startswith("bad_samples/")}
         cause_list = ", ".join(f"{cause} {many:.0f}" for cause, many in sorted(causes.items()))
         yield "bad samples", f"{bad:.0f}", f"replaced by other samples ({cause_list}); bad_samples.txt lists them"
-    steps, rollbacks = run.curve("loss_spikes/rollbacks")
-    if len(rollbacks) and rollbacks[-1] > 0:
-        grown = steps[np.diff(rollbacks, prepend=0) > 0]
-        yield (
-            "loss spikes",
-            f"{rollbacks[-1]:.0f}",
-            f"rolled back and continued on other data; logged at {_steps(grown)}",
-        )
+    for many, when in _counted(run, "loss_spikes/rollbacks"):
+        yield "loss spikes", many, f"rolled back and continued on other data; {when}"
     steps, losses = run.train
     infinite = steps[~np.isfinite(losses)]
     if len(infinite):
@@ -150,6 +142,13 @@ def faults(run: Run) -> Iterator[tuple[str, str, str]]:
         reasons = [str(start.get("reason") or "no reason recorded") for start in run.starts if start.get("how") == how]
         if reasons:
             yield how, str(len(reasons)), "; ".join(dict.fromkeys(reasons))
+
+
+def _counted(run: Run, name: str) -> Iterator[tuple[str, str]]:
+    """The last value of a count above 0, and the steps at which it has grown."""
+    steps, totals = run.curve(name)
+    if len(totals) and totals[-1] > 0:
+        yield f"{totals[-1]:.0f}", f"logged at {_steps(steps[np.diff(totals, prepend=0) > 0])}"
 
 
 def _steps(steps: np.ndarray) -> str:

@@ -6,9 +6,10 @@ import json
 import math
 import os
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,7 @@ _WHOLE = re.compile(r"(?!.*_layer_|grad_norm/.*layer).*")
 _LOSSES = ("train/loss", "train/loss_data", "val/loss", "fake_score/loss")
 _SEED_OR_LR = re.compile(r"([-_,.]?(lr|seed)[-_=]?\d[\d.e+-]*)+$")
 # content of sweep.json
-_SWEEP_KIND = {"points": [{"name": str, "status": str, "reason?": str | None, "device?": str | None}]}
+_SWEEP_KIND = {"points": [{"name": str, "status": str, "reason?": str | None, "device?": str | None, "control?": bool}]}
 _WITHOUT_METRICS = {"waiting": "not started yet", "running": "no metrics yet"}
 
 
@@ -306,13 +307,7 @@ def _points(path: Path) -> Iterator[Point]:
         ours = isinstance(content, dict) and "points" in content
         check_kind(content if ours else {"points": []}, _SWEEP_KIND, path)
         for point in content["points"] if ours else ():
-            yield Point(
-                name=point["name"],
-                status=point["status"],
-                reason=point.get("reason"),
-                control=bool(point.get("control")),
-                device=point.get("device"),
-            )
+            yield Point(**{field.name: point[field.name] for field in fields(Point) if field.name in point})
 
 
 def _read_run(folder: Path, root: Path, point: Point | None, *, pattern: re.Pattern[str] = _COMPARED) -> Run:
@@ -383,11 +378,9 @@ def short_name(run: Run) -> str:
 
 def code_versions(runs: Iterable[Run]) -> dict[str, int]:
     """Number of runs by version of the code, as `VERSION (COMMIT)`; a run can have several versions."""
-    counts: dict[str, int] = {}
+    versions: Counter[str] = Counter()
     for run in runs:
         version = str(run.manifest.get("version", "unknown version"))
         commits = run.manifest.get("commits") or [None]
-        for commit in commits:
-            text = f"{version} ({commit})" if commit else version
-            counts[text] = counts.get(text, 0) + 1
-    return counts
+        versions.update(f"{version} ({commit})" if commit else version for commit in commits)
+    return versions

@@ -39,12 +39,8 @@ def band(curves: Sequence[tuple[np.ndarray, np.ndarray]]) -> Band:
     if not table.size:
         return Band(steps=steps, mean=steps, low=steps, high=steps)
     # a NaN counts as a missing value
-    there = ~np.isnan(table)
-    count = there.sum(0)
-    total = np.where(there, table, 0.0).sum(0)
-    mean = np.divide(total, count, out=np.full(len(steps), np.nan), where=count > 0)
-    low = np.where(count > 0, np.where(there, table, np.inf).min(0), np.nan)
-    high = np.where(count > 0, np.where(there, table, -np.inf).max(0), np.nan)
+    values = np.ma.masked_where(np.isnan(table), table)
+    mean, low, high = (edge.filled(np.nan) for edge in (values.mean(0), values.min(0), values.max(0)))
     return Band(steps=steps, mean=mean, low=low, high=high)
 
 
@@ -148,59 +144,42 @@ def pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:
     return front
 
 
-@dataclass(frozen=True, kw_only=True)
 class PowerLaw:
-    """`loss = scale * size ** exponent`, fitted as a straight line between the logarithms.
+    """`loss = scale * size ** exponent`: a straight line between the logarithms by least squares.
+
+    The fit has no irreducible loss: a handful of sizes cannot distinguish one from a smaller exponent.
 
     Args:
+        sizes: at least three different sizes, above 0.
+        losses: their losses, above 0.
+
+    Attributes:
         exponent: exponent, negative if larger sizes are better.
-        interval: 95% confidence interval of the exponent.
+        interval: 95% confidence interval of the exponent, Student's.
         scale: loss at size 1.
-        error: standard deviation of the residuals of ln loss.
-        mean_log: mean of ln size.
-        spread: sum of squares of ln size around its mean.
-        points: number of fitted points.
     """
 
-    exponent: float
-    interval: tuple[float, float]
-    scale: float
-    error: float
-    mean_log: float
-    spread: float
-    points: int
+    def __init__(self, sizes: Sequence[float], losses: Sequence[float]):
+        x, y = np.log(sizes), np.log(losses)
+        self._points, self._mean_log, self._spread = len(x), float(x.mean()), float(((x - x.mean()) ** 2).sum())
+        self.exponent = float(((x - x.mean()) * (y - y.mean())).sum()) / self._spread
+        self.scale = math.exp(y.mean() - self.exponent * x.mean())
+        squares = float(((y - math.log(self.scale) - self.exponent * x) ** 2).sum())
+        # standard deviation of the residuals of ln loss, times t
+        self._reach = t_quantile(len(x) - 2) * math.sqrt(squares / (len(x) - 2))
+        reach = self._reach / math.sqrt(self._spread)
+        self.interval = (self.exponent - reach, self.exponent + reach)
 
     def at(self, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Loss at `sizes`, and the limits of the 95% confidence interval of the line there (not of a single run)."""
         logs = np.log(sizes)
         line = math.log(self.scale) + self.exponent * logs
-        width = self.error * np.sqrt(1 / self.points + (logs - self.mean_log) ** 2 / self.spread)
-        reach = t_quantile(self.points - 2) * width
+        reach = self._reach * np.sqrt(1 / self._points + (logs - self._mean_log) ** 2 / self._spread)
         return np.exp(line), np.exp(line - reach), np.exp(line + reach)
 
 
 def fit_power_law(sizes: Sequence[float], losses: Sequence[float]) -> PowerLaw | None:
-    """Fit ln loss to ln size by least squares, with Student's intervals.
-
-    The fit has no irreducible loss: a handful of sizes cannot distinguish one from a smaller exponent.
-
-    Returns:
-        The fit; None for fewer than three different sizes, or a value that is not positive and finite.
-    """
+    """The fit; None for fewer than three different sizes, or a value that is not positive and finite."""
     if len(set(sizes)) < 3 or min(*sizes, *losses) <= 0 or not np.isfinite([*sizes, *losses]).all():
         return None
-    x, y = np.log(sizes), np.log(losses)
-    spread = float(((x - x.mean()) ** 2).sum())
-    exponent = float(((x - x.mean()) * (y - y.mean())).sum()) / spread
-    scale = math.exp(y.mean() - exponent * x.mean())
-    error = math.sqrt(float(((y - math.log(scale) - exponent * x) ** 2).sum()) / (len(x) - 2))
-    reach = t_quantile(len(x) - 2) * error / math.sqrt(spread)
-    return PowerLaw(
-        exponent=exponent,
-        interval=(exponent - reach, exponent + reach),
-        scale=scale,
-        error=error,
-        mean_log=float(x.mean()),
-        spread=spread,
-        points=len(x),
-    )
+    return PowerLaw(sizes, losses)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -107,10 +108,7 @@ class Variant:
     @property
     def status(self) -> str:
         """Numbers of the runs that have not finished, like `1 running`, and of those that repeat a seed."""
-        counts: dict[str, int] = {}
-        for run in self.runs:
-            if run.status != "finished":
-                counts[run.status] = counts.get(run.status, 0) + 1
+        counts = Counter(run.status for run in self.runs if run.status != "finished")
         copies = len(self.ended) - len({run.name if run.seed is None else run.seed for run in self.ended})
         words = [f"{count} {status}" for status, count in counts.items()]
         return ", ".join(words + ([f"{copies} more of the same seed"] if copies else []))

@@ -1,22 +1,8 @@
-"""Comparisons without their pictures, which take longer than everything else."""
+"""Rows of comparisons that a test chooses."""
 
-from pathlib import Path
 from typing import Any
 
-import pytest
-
 from vsa.evaluation.comparison.measure import Row
-from vsa.pages import page
-
-
-@pytest.fixture
-def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    def touch(panel, path: Path, *, title: str) -> Path:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch()
-        return path
-
-    monkeypatch.setattr(page, "draw_panel", touch)
 
 
 def row_of(method: str, **values: Any) -> Row:
