@@ -37,15 +37,9 @@ def newest_clips(run: Run) -> dict[str, dict[str, Path]]:
     for step in sorted((run.folder / "samples").glob("step-*"), reverse=True):
         sets: dict[str, dict[str, Path]] = {}
         for record in sorted(step.glob("**/samples.json")):
-            with suppress(OSError, ValueError, KeyError, TypeError):
-                entries = read_json(record, inside=run.folder)["clips"]
-                # only the last part, so that a path in the file cannot leave the folder
-                paths = {str(clip["prompt"]): record.parent / Path(clip["gif"]).name for clip in entries}
-                name = "/".join(record.parent.relative_to(step).parts)
-                number = int(step.name.removeprefix("step-"))
-                own = {prompt: clip for prompt, clip in paths.items() if is_regular(clip, inside=run.folder)}
-                sets[f"step {number}{f', {name}' if name else ''}"] = own
-        sets = {label: clips for label, clips in sets.items() if clips}
+            number, name = step.name.removeprefix("step-").lstrip("0") or "0", record.parent.relative_to(step)
+            if clips := _gifs(run, record, "gif"):
+                sets[f"step {number}{f', {name.as_posix()}' if name.parts else ''}"] = clips
         if sets:
             return sets
     return {}
@@ -62,23 +56,24 @@ def run_clip_table(run: Run, *, most_bytes: float) -> Clips:
     for label, clips in newest_clips(run).items():
         step, _, name = label.partition(", ")
         columns[name or "generated", step] = clips
-    folder = run.folder / DATA_CLIPS
-    codec, real = {}, {}
-    psnr = []
+    record, psnr = run.folder / DATA_CLIPS / "samples.json", ""
     with suppress(OSError, ValueError, KeyError, TypeError):
-        for clip in read_json(folder / "samples.json", inside=run.folder)["clips"]:
-            prompt = str(clip["prompt"])
-            codec[prompt] = folder / Path(clip["codec"]).name
-            if "original" in clip:
-                real[prompt] = folder / Path(clip["original"]).name
-            if clip.get("psnr") is not None:
-                psnr.append(float(clip["psnr"]))
-    psnr_text = f"PSNR {fmean(psnr):.1f} dB" if psnr else ""
-    for heading, clips in ((("real", "of the data"), real), (("codec's reconstruction", psnr_text), codec)):
-        there = {prompt: path for prompt, path in clips.items() if is_regular(path, inside=run.folder)}
-        if there:
-            columns[heading] = there
-    return _fitting(columns, most_bytes)
+        clips = read_json(record, inside=run.folder)["clips"]
+        values = [float(clip["psnr"]) for clip in clips if "psnr" in clip and clip["psnr"] is not None]
+        psnr = f"PSNR {fmean(values):.1f} dB" if values else ""
+    columns["real", "of the data"] = _gifs(run, record, "original")
+    columns["codec's reconstruction", psnr] = _gifs(run, record, "codec")
+    return _fitting({heading: clips for heading, clips in columns.items() if clips}, most_bytes)
+
+
+def _gifs(run: Run, record: Path, name: str) -> dict[str, Path]:
+    """The files of the run that a record calls `name`, by prompt; none if it is damaged."""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        entries = read_json(record, inside=run.folder)["clips"]
+        # only the last part, so that a path in the file cannot leave the folder
+        paths = {str(clip["prompt"]): record.parent / Path(clip[name]).name for clip in entries if name in clip}
+        return {prompt: path for prompt, path in paths.items() if is_regular(path, inside=run.folder)}
+    return {}
 
 
 def _fitting(columns: Mapping[tuple[str, str], Mapping[str, Path]], most_bytes: float) -> Clips:
