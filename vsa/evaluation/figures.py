@@ -40,7 +40,7 @@ def read_metric(metrics_csv: str | Path, column: str) -> Curve:
 def read_metrics(metrics_csv: str | Path, wanted: Callable[[str], object] = bool) -> dict[str, Curve]:
     """Those of the `wanted` columns of a run's `metrics.csv` in which something was logged, as in `read_metric`."""
     columns, rows = read_csv(metrics_csv, growing=True)
-    if rows and "step" not in columns:
+    if columns and "step" not in columns:
         raise ValueError(f"{metrics_csv} has no column step")
     read = {name: _curve(metrics_csv, rows, name) for name in columns if name != "step" and wanted(name)}
     return {name: curve for name, curve in read.items() if len(curve[0])}
