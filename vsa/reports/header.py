@@ -8,9 +8,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from vsa.reports.figures import families, scaling_fits, sequence_length
+from vsa.reports.figures import families, sequence_length
 from vsa.reports.run_tables import duration
 from vsa.reports.runs import Missing, Run, code_versions
 from vsa.reports.statistics import FEWEST_SAMPLES
@@ -31,8 +29,7 @@ def facts(root: Path, runs: Sequence[Run], variants: Sequence[Variant], missing:
     devices = {run.point.device for run in runs if run.point is not None and run.point.device}
     counted = [flops for run in runs if (flops := run.last("throughput/flops_total")) is not None]
     flops, of = sum(counted), "" if len(counted) == len(runs) else f" (of {len(counted)} runs, missing for the others)"
-    spent = [run.spent("seconds", np.array([run.steps])) for run in runs]
-    seconds = sum(float(each[0]) for each in spent if each is not None)
+    seconds = sum(run.total("seconds") or 0.0 for run in runs)
     entries = {
         "Runs": run_counts,
         "Where": shown_path(root) + (f", on {_listed(devices)}" if devices else ""),
@@ -134,25 +131,18 @@ def _of_state(runs: Sequence[Run], missing: Sequence[Missing]) -> Iterator[str]:
 def not_shown(variants: Sequence[Variant], drawn: Sequence[str]) -> list[str]:
     """One sentence about each figure that could not be drawn, with what it needs."""
     runs = [run for variant in variants for run in variant.ended]
-    sentences = []
-    if "loss" not in drawn:
-        sentences.append("Loss: no run has logged one yet.")
-    if "pareto" not in drawn:
-        sentences.append("Loss and step time: needs two variants with a loss and a step time.")
-    if "loss_by_timestep" not in drawn:
-        sentences.append("Loss by timestep: needs a validation.")
-    if "topk_by_length" not in drawn:
-        lengths, topks = ({sequence_length(run) for run in runs}, {run.last("sparsity/topk") for run in runs})
-        sentences.append(
-            "Top-k by sequence length: needs runs that vary both, "
-            f"found {len(lengths - {None})} lengths and {len(topks - {None})} values of top-k."
-        )
-    if not scaling_fits(variants):
-        most = max((_sizes(members) for members in families(variants).values()), default=0)
-        sentences.append(f"Scaling: needs at least three sizes of one family of variants, found {most}.")
-    if "diagnostics" not in drawn:
-        sentences.append("Recall and gates: needs runs with callbacks=diagnostics.")
-    return sentences
+    lengths, topks = ({sequence_length(run) for run in runs}, {run.last("sparsity/topk") for run in runs})
+    sizes = max((_sizes(members) for members in families(variants).values()), default=0)
+    sentences = {
+        "loss": "Loss: no run has logged one yet.",
+        "pareto": "Loss and step time: needs two variants with a loss and a step time.",
+        "loss_by_timestep": "Loss by timestep: needs a validation.",
+        "topk_by_length": "Top-k by sequence length: needs runs that vary both, "
+        f"found {len(lengths - {None})} lengths and {len(topks - {None})} values of top-k.",
+        "scaling": f"Scaling: needs at least three sizes of one family of variants, found {sizes}.",
+        "diagnostics": "Recall and gates: needs runs with callbacks=diagnostics.",
+    }
+    return [sentence for key, sentence in sentences.items() if key not in drawn]
 
 
 def _sizes(members: Sequence[Variant]) -> int:

@@ -65,7 +65,7 @@ def write_run_page(run: Run, *, out: Path | None = None, clips_mb: float = CLIPS
     for table in (*tables, *settings_tables(run)):
         if table is not None:
             page.table(table)
-    page.missing([*_not_shown(run, [chart.key for chart in charts], clips.rows, attention)])
+    page.missing(_not_shown(run, [chart.key for chart in charts], clips.rows, attention))
     return page.write(f"Written {datetime.now().astimezone().isoformat(sep=' ', timespec='minutes')}")
 
 
@@ -85,16 +85,15 @@ def _facts(run: Run) -> dict[str, str]:
     method, data = run.settings.get("attention._target_"), run.settings.get("data._target_")
     density = run.last("sparsity/density")
     density_text = f", {density:.1%} of the tiles at the end" if density is not None else ""
-    spent = run.spent("seconds", run.val[0][-1:] if len(run.val[0]) else run.train[0][-1:])
-    device = run.starts[-1].get("environment", {}) if run.starts else {}
-    where = str(device.get("gpu") or device.get("cpu") or "") if isinstance(device, dict) else ""
+    seconds, device = run.total("seconds"), run.environments[-1] if run.starts else {}
+    where = str(device.get("gpu") or device.get("cpu") or "")
     facts = {
         "Status": run.status + (f" at step {run.steps}{of}" if run.metrics else f", {_without_steps(run)}"),
         "Loss": _first_and_last(run),
         "Model": f"{count(run.parameters)} parameters" if run.parameters is not None else "",
         "Attention": f"{shown(method)}{density_text}" if method else "",
         "Data": " ".join(str(part) for part in (shown(data) if data else "", run.settings.get("data.root")) if part),
-        "Training": ", ".join(part for part in (duration(float(spent[0])) if spent is not None else "", where) if part),
+        "Training": ", ".join(part for part in ("" if seconds is None else duration(seconds), where) if part),
         "Begun": str(run.manifest.get("created", ""))[:19],
         "Toy clips": _score(run),
         "Folder": shown_path(run.folder),
@@ -134,11 +133,8 @@ def _careful(run: Run) -> Iterator[str]:
     if run.status == "running":
         yield "The run is still running: this page shows what it had logged when the page was written."
     elif run.status == "failed":
-        yield (
-            f"The run failed: {run.starts[-1].get('reason') or 'no reason recorded'}."
-            if run.starts
-            else "The run failed."
-        )
+        reason = f": {run.starts[-1].get('reason') or 'no reason recorded'}" if run.starts else ""
+        yield f"The run failed{reason}."
     elif run.status == "stopped":
         yield "The run stopped before its last step."
     for what, many, _ in faults(run):
@@ -149,18 +145,20 @@ def _careful(run: Run) -> Iterator[str]:
         yield f"Files were changed after the commit in {', '.join(changed)}: the commit does not say what ran."
 
 
-def _not_shown(run: Run, chart_keys: list[str], clips: object, attention: Path) -> Iterator[str]:
-    if "loss" not in chart_keys:
-        yield f"Loss: {_without_steps(run) if not run.metrics else 'no loss was logged'}."
-    if "loss_by_timestep" not in chart_keys:
-        yield "Loss by timestep: nothing has been logged."
-    if not any(name.startswith("diag/") for name in run.metrics):
-        yield "Recall and gates: needs callbacks=diagnostics."
-    if not clips:
-        yield "Clips: none have been sampled (callbacks.samples)."
-    if not is_regular(attention, inside=run.folder):
-        yield "Attention: no picture was drawn; runs with sparse attention draw one with their last clips."
-    if not run.settings:
-        yield "Settings: config.yaml is missing."
-    if not run.starts:
-        yield f"Starts and environment: {run.damaged or 'the run is of a version that did not record them'}."
+def _not_shown(run: Run, chart_keys: list[str], clips: object, attention: Path) -> list[str]:
+    sentences = (
+        ("loss" in chart_keys, f"Loss: {'no loss was logged' if run.metrics else _without_steps(run)}."),
+        ("loss_by_timestep" in chart_keys, "Loss by timestep: nothing has been logged."),
+        (any(name.startswith("diag/") for name in run.metrics), "Recall and gates: needs callbacks=diagnostics."),
+        (clips, "Clips: none have been sampled (callbacks.samples)."),
+        (
+            is_regular(attention, inside=run.folder),
+            "Attention: no picture was drawn; runs with sparse attention draw one with their last clips.",
+        ),
+        (run.settings, "Settings: config.yaml is missing."),
+        (
+            run.starts,
+            f"Starts and environment: {run.damaged or 'the run is of a version that did not record them'}.",
+        ),
+    )
+    return [sentence for there, sentence in sentences if not there]

@@ -69,8 +69,7 @@ def _defaults(settings: Mapping[str, Any]) -> dict[str, Any]:
 def environment_table(run: Run) -> Table | None:
     """Code, versions and devices as recorded by the starts of the run; older runs recorded only the code."""
     facts = {"code": ", ".join(code_versions([run]))} if run.manifest else {}
-    environments = [start.get("environment") for start in run.starts]
-    environments = [each for each in environments if isinstance(each, Mapping)]
+    environments = [each for each in run.environments if each]
     for name in dict.fromkeys(name for each in environments for name in each):
         values = [_listed(each.get(name)) for each in environments]
         # only the starts at which the value changed
@@ -158,28 +157,24 @@ def _steps(steps: np.ndarray) -> str:
 
 def cost_table(run: Run) -> Table | None:
     """Time, FLOPs, tokens and device-hours."""
-    at = np.array([run.steps])
-    spent = {what: run.spent(what, at) for what in ("seconds", "flops", "tokens")}
-    totals = {what: float(values[0]) for what, values in spent.items() if values is not None}
+    seconds, flops, tokens = map(run.total, ("seconds", "flops", "tokens"))
     walls = [seconds_between(str(s.get("began", "")), str(s.get("ended", ""))) for s in run.starts]
     known_walls = [wall for wall in walls if wall is not None]
-    processes = [_processes(start) for start in run.starts]
+    counts = [each.get("processes", 1) for each in run.environments]
+    processes = [count if isinstance(count, int) else 1 for count in counts]
     rows: list[tuple[str, str, str]] = [("optimizer steps", str(run.steps), "")]
-    if "seconds" in totals:
-        rows.append(("training", duration(totals["seconds"]), "only steps, without validation, sampling and saving"))
+    if seconds is not None:
+        rows.append(("training", duration(seconds), "only steps, without validation, sampling and saving"))
     if known_walls:
-        part = (
-            ""
-            if len(known_walls) == len(walls)
-            else f"; {len(walls) - len(known_walls)} of {len(walls)} starts have no recorded end"
-        )
+        lost = len(walls) - len(known_walls)
+        part = f"; {lost} of {len(walls)} starts have no recorded end" if lost else ""
         rows.append(("whole run", duration(sum(known_walls)), f"from the first step on, over all starts{part}"))
         hours = sum(w * p for w, p in zip(walls, processes, strict=True) if w is not None) / 3600
         rows.append(("device-hours", f"{hours:.3g}", f"of {max(processes)} process{'es' * (max(processes) > 1)}"))
-    if "flops" in totals:
-        rows.append(("executed FLOPs", f"{totals['flops']:.3g}", "of the trained network, with the pairs it computes"))
-    if "tokens" in totals:
-        rows.append(("tokens", count(totals["tokens"]), "of the videos trained on"))
+    if flops is not None:
+        rows.append(("executed FLOPs", f"{flops:.3g}", "of the trained network, with the pairs it computes"))
+    if tokens is not None:
+        rows.append(("tokens", count(tokens), "of the videos trained on"))
     for name, label in (("throughput/tflops_executed", "executed TFLOP/s"), ("throughput/mfu", "FLOPs utilisation")):
         values = run.curve(name)[1]
         if len(values):
@@ -188,12 +183,6 @@ def cost_table(run: Run) -> Table | None:
     if size:
         rows.append(("checkpoints on disk", f"{size / 1e6:,.1f} MB", ""))
     return Table(["what", "how much", ""], rows, title="Cost", long=[-1])
-
-
-def _processes(start: Mapping[str, Any]) -> int:
-    environment = start.get("environment")
-    num_processes = environment.get("processes", 1) if isinstance(environment, Mapping) else 1
-    return num_processes if isinstance(num_processes, int) else 1
 
 
 def checkpoints_table(run: Run) -> Table | None:

@@ -183,6 +183,17 @@ class Run:
         at, total = self._totals.get(what, (np.array([]), np.array([])))
         return np.interp(steps, at, total) if len(at) else None
 
+    def total(self, what: str) -> float | None:
+        """FLOPs, tokens or seconds of training so far, None if they were not logged."""
+        values = self.spent(what, np.array([self.steps]))
+        return None if values is None else float(values[0])
+
+    @property
+    def environments(self) -> list[Mapping[str, Any]]:
+        """Versions and devices of each start, empty where none were recorded."""
+        recorded = [start.get("environment") for start in self.starts]
+        return [each if isinstance(each, Mapping) else {} for each in recorded]
+
     @cached_property
     def _totals(self) -> dict[str, Curve]:
         """Cumulative FLOPs, seconds and tokens at step 0 and at the logged steps."""
