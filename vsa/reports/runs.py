@@ -324,6 +324,9 @@ def _points(path: Path) -> Iterator[Point]:
 def _read_run(folder: Path, root: Path, point: Point | None, *, pattern: re.Pattern[str] = _COMPARED) -> Run:
     manifest, damaged = _manifest(folder)
     metrics = read_metrics(folder / METRICS, pattern.fullmatch) if os.path.lexists(folder / METRICS) else {}
+    # as long as its first line has no end, the file reads as one without columns
+    if not metrics and (columns := _columns(folder)) and "step" not in columns:
+        raise ValueError(f"{folder / METRICS} has no column step")
     return Run(
         folder=folder,
         name=_name(folder, root),
