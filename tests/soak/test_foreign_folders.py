@@ -20,14 +20,14 @@ from tests.data.conftest import write_dataset
 from tests.evaluation.test_sparge_tuning import BOUNDS, SMALL, written
 from tests.forged_samples import forge, forgeries
 from tests.reports.fake_runs import write_run, write_sweep
-from tests.reports.test_report import Page, pictures_left_out  # noqa: F401 (a fixture)
+from tests.reports.test_report import Page
 from tests.soak.hostile import payloads
 from tests.test_damaged_files import contents, others, with_leaves
 from tests.tiny_runs import ROOT, TINY_OVERRIDES, TinyTraining, command_line, write_tiny_run  # noqa: F401 (fixtures)
 from tests.training.test_replay import Spoil, dumps_of
 
 # a read that waits for ever is a lost try
-pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("pictures_left_out")]
+pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("no_pictures")]
 SECRET = "what nobody may share, " * 5
 
 
