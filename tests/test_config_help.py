@@ -21,7 +21,7 @@ def test_options_have_type_default_and_meaning():
     assert (clip.type, clip.default) == ("a number of at least 0", "1.0")
     assert clip.meaning == "largest global gradient norm; 0 disables clipping."
     # of a node inside, and with what a base class says of it
-    assert by_key["task.objective.shift.kind"].type == "one of constant, sqrt, table"
+    assert by_key["task.objective.shift.kind"].type == "one of constant, table"
     assert by_key["task.latent_scale"].meaning.startswith("divide latents by the standard deviation")
     # what the program gives is no option
     assert "task.model" not in by_key

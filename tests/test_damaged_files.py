@@ -204,7 +204,7 @@ def test_tuned_settings(tmp_path: Path):
     shape = {"layers": 1, "heads": 1, "head_dim": 8, "q_tokens": 16, "kv_tokens": 8, "order": "raster"}
     Tuned(**shape, found={0: [HeadSettings(tau=0.5, theta=0.0)]}).write(path)
     assert FORMAT in path.read_text()
-    assert check(path, lambda: read_tuned(str(path))) > 60
+    assert check(path, lambda: read_tuned(str(path))) > 50
 
 
 def with_metadata(path: Path, key: str) -> Iterator[bytes]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import tarfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -394,11 +395,15 @@ def test_elementwise_cases_run_and_a_wrong_operator_stops_them(
     assert capsys.readouterr().out == ""
 
 
-def test_old_reports_still_print(bench, capsys):
-    bench.main(["table", *map(str, sorted((ROOT / "benchmarks").glob("*.json")))])
+def test_old_reports_still_print(bench, capsys, tmp_path):
+    with tarfile.open(ROOT / "benchmarks" / "raw" / "kernels.tar.xz") as archive:
+        archive.extractall(tmp_path, filter="data")
+    other = tmp_path / "other.json"
+    other.write_text("{}")
+    bench.main(["table", *map(str, sorted((tmp_path / "kernels").glob("*.json"))), str(other)])
     output = capsys.readouterr().out
     assert "| 16k | 1 x 2 x 16384 x 64 | 64 | 87.5% | float32 | gather | forward |" in output
-    assert "quickstart-2026-11-21.json: not a report" in output
+    assert "other.json: not a report" in output
 
 
 @pytest.mark.parametrize(

@@ -86,11 +86,19 @@ class Table:
             row.seconds += report.duration
             if report.failed:
                 crash = getattr(report.longrepr, "reprcrash", None)
-                row.lost[report.nodeid] = " ".join(str(crash.message if crash else report.longrepr).split())[:600]
+                row.lost[report.nodeid] = _encodable(
+                    " ".join(str(crash.message if crash else report.longrepr).split())
+                )[:600]
             if report.failed or (report.when == "call" and report.passed):
                 row.made.add(report.nodeid)
             if report.when == "teardown":
                 row.notes += [str(value) for key, value in properties if key == "note"]
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_report_to_serializable(self) -> Any:
+        data = yield
+        # pytest-xdist ends the session at half of a surrogate pair, as hostile names have it
+        return json.loads(_encodable(json.dumps(data, ensure_ascii=False)))
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
@@ -103,6 +111,10 @@ class Table:
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         if self.config.getoption("tries") is not None and self.rows:
             terminalreporter.write_line("\n".join(lines_of(self.rows)))
+
+
+def _encodable(text: str) -> str:
+    return text.encode("utf-8", "replace").decode("utf-8")
 
 
 def lines_of(rows: dict[str, Row]) -> list[str]:

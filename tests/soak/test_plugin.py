@@ -25,7 +25,7 @@ def test_cases(case):
 
 @pytest.mark.soak("loses one", tries=5, short=2)
 def test_loses(attempt):
-    assert attempt != 8, "of\\nseed 8"
+    assert attempt != 8, "of\\nseed 8 \\ud800"
 
 @pytest.mark.soak("not made", tries=5, short=2)
 def test_not_made(attempt):
@@ -71,7 +71,7 @@ def test_what_fails_is_shown_as_failed(tmp_path, workers):
     dies = "| dies | 0 of 1 | **0** |" if workers else "| dies | 1 | 1 |"
     for line in (
         *("| good | 5 | 5 |", "| cases | 2 | 2 |", "| loses one | 5 | **4** |", "| not made | 4 of 5 | **4** |"),
-        *("| hangs | 1 | **0** |", dies, "- good: the first", "test_loses[8]: AssertionError: of seed 8"),
+        *("| hangs | 1 | **0** |", dies, "- good: the first", "test_loses[8]: AssertionError: of seed 8 ?"),
     ):
         assert line in output
         assert line in (tmp_path / "soak.md").read_text()

@@ -424,7 +424,7 @@ def test_the_handler_that_stood_before_a_command_stands_after(monkeypatch):
     handler = signal.getsignal(signal.SIGTERM)
     within = []
     monkeypatch.setenv("HYDRA_FULL_ERROR", "0")
-    monkeypatch.setattr(launch_module, "_run_hydra", lambda **_: within.append(signal.getsignal(signal.SIGTERM)))
+    monkeypatch.setattr(launch_module, "_do", lambda *_: within.append(signal.getsignal(signal.SIGTERM)))
     launch_module.launch([])
     assert within != [handler]
     assert signal.getsignal(signal.SIGTERM) == handler
