@@ -98,7 +98,7 @@ class Table:
     def pytest_report_to_serializable(self) -> Any:
         data = yield
         # pytest-xdist ends the session at half of a surrogate pair, as hostile names have it
-        return json.loads(_encodable(json.dumps(data, ensure_ascii=False)))
+        return _encodable(data)
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
@@ -113,8 +113,13 @@ class Table:
             terminalreporter.write_line("\n".join(lines_of(self.rows)))
 
 
-def _encodable(text: str) -> str:
-    return text.encode("utf-8", "replace").decode("utf-8")
+def _encodable(value: Any) -> Any:
+    """The value with ? for what UTF-8 cannot spell."""
+    if isinstance(value, str):
+        return value.encode("utf-8", "replace").decode("utf-8")
+    if isinstance(value, dict):
+        return {key: _encodable(each) for key, each in value.items()}
+    return type(value)(map(_encodable, value)) if type(value) in (list, tuple) else value
 
 
 def lines_of(rows: dict[str, Row]) -> list[str]:
