@@ -96,7 +96,7 @@ def test_the_choice_is_for_one_chip(chip, q_size, dtype):
 
     case = make_case([q_size] * 2, [64] * 3, batch=2, heads=2, head_dim=128, dtype=dtype)
     with mock.patch.object(triton_fwd, "capability", return_value=chip):
-        assert triton_fwd._suits_hopper(case.q, case.k, case.v, mask_of(case)) == (chip == (9, 0))
+        assert triton_fwd._suits_tiles_of_64(case.q, case.k, case.v, mask_of(case)) == (chip == (9, 0))
 
 
 @pytest.mark.parametrize("name", unsuitable())
@@ -105,7 +105,7 @@ def test_the_choice_leaves_everything_else_to_the_other_kernel(name):
 
     case = unsuitable()[name]
     with mock.patch.object(triton_fwd, "capability", return_value=(9, 0)):
-        assert not triton_fwd._suits_hopper(case.q, case.k, case.v, mask_of(case))
+        assert not triton_fwd._suits_tiles_of_64(case.q, case.k, case.v, mask_of(case))
 
 
 @on_hopper

@@ -160,7 +160,7 @@ def _hopper_fwd_kernel(
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scale: float) -> tuple[Tensor, Tensor]:
-    """Outputs `[B, L, H, D]` and lse `[B, H, L]` of `block_sparse_attn`, if `triton_fwd._suits_hopper` holds."""
+    """Outputs `[B, L, H, D]` and lse `[B, H, L]` of `block_sparse_attn`, if `triton_fwd._suits_tiles_of_64` holds."""
     B, L, H, D = q.shape
     out = q.new_empty((B, L, H, D))
     lse = q.new_empty((B, H, L), dtype=torch.float32)
