@@ -34,14 +34,14 @@ def launch():
 def test_the_choice_of_tile128_is_for_one_chip(chip, sizes):
     case = make_case(sizes, sizes, head_dim=128, dtype=torch.bfloat16)
     with mock.patch.object(triton_fwd, "capability", return_value=chip):
-        assert triton_fwd._suits_tiles_of_128(case.q, case.k, case.v, mask_of(case)) == (chip == (9, 0))
+        assert triton_fwd.suits_tiles_of_128(case.q, case.k, case.v, mask_of(case)) == (chip == (9, 0))
 
 
 @pytest.mark.parametrize("sizes", [([64, 64], [128, 128]), ([128, 128], [64, 60]), ([129], [128])], ids=str)
 def test_other_blocks_are_not_tile128(sizes):
     case = make_case(*sizes, head_dim=128, dtype=torch.bfloat16)
     with mock.patch.object(triton_fwd, "capability", return_value=(9, 0)):
-        assert not triton_fwd._suits_tiles_of_128(case.q, case.k, case.v, mask_of(case))
+        assert not triton_fwd.suits_tiles_of_128(case.q, case.k, case.v, mask_of(case))
 
 
 @on_hopper

@@ -73,14 +73,14 @@ def _hide_columns(b_s, size, S_LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def _clear_rows(v_slot, size, D: gl.constexpr):
-    """Set the values past the end of a block of `size` tokens to 0; both warpgroups may do so at once."""
-    if size < BLOCK:
+def _clear_rows(tile, size, D: gl.constexpr, TILE: gl.constexpr):
+    """Set rows from `size` on of a tile `[TILE, D]` in shared memory to 0; both warpgroups may do so at once."""
+    if size < TILE:
         PART: gl.constexpr = 32
         LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
-        for i in gl.static_range(BLOCK // PART):
+        for i in gl.static_range(TILE // PART):
             if size < (i + 1) * PART:
-                part = v_slot.slice(i * PART, PART)
+                part = tile.slice(i * PART, PART)
                 row = i * PART + gl.arange(0, PART, layout=gl.SliceLayout(1, LAYOUT))
                 value = part.load(LAYOUT)
                 part.store(gl.where(row[:, None] < size, value, gl.zeros_like(value)))
@@ -128,7 +128,7 @@ def _attend(
         b_s = warpgroup_mma(q_smem, k_smem.index(k_slot).permute((1, 0)), b_zero, use_acc=False, is_async=True)
         mbarrier.wait(v_full.index(v_slot), ((j - 1) // SLOTS) & 1)
         if not EVEN:
-            _clear_rows(v_smem.index(v_slot), size, D)
+            _clear_rows(v_smem.index(v_slot), size, D, BLOCK)
         b_next_acc = warpgroup_mma(b_p, v_smem.index(v_slot), b_acc, is_async=True)
         b_s = warpgroup_mma_wait(1, deps=(b_s,))
         if not EVEN:
@@ -146,7 +146,7 @@ def _attend(
     v_slot = (steps - 1) % SLOTS
     mbarrier.wait(v_full.index(v_slot), ((steps - 1) // SLOTS) & 1)
     if not EVEN:
-        _clear_rows(v_smem.index(v_slot), size, D)
+        _clear_rows(v_smem.index(v_slot), size, D, BLOCK)
     b_next_acc = warpgroup_mma(b_p, v_smem.index(v_slot), b_acc, is_async=True)
     b_acc, b_p = warpgroup_mma_wait(0, deps=(b_next_acc, b_p))
 
@@ -241,7 +241,7 @@ def _hopper_fwd128_kernel(
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scale: float) -> tuple[Tensor, Tensor]:
-    """Outputs `[B, L, H, D]` and lse `[B, H, L]` of `block_sparse_attn`, if `triton_fwd._suits_tiles_of_128` holds."""
+    """Outputs `[B, L, H, D]` and lse `[B, H, L]` of `block_sparse_attn`, if `triton_fwd.suits_tiles_of_128` holds."""
     B, L, H, D = q.shape
     out = q.new_empty((B, L, H, D))
     lse = q.new_empty((B, H, L), dtype=torch.float32)

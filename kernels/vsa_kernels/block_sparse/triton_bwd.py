@@ -16,12 +16,14 @@ import triton.language as tl
 from torch import Tensor
 
 from vsa_kernels.block_sparse.mask import BlockMask
+from vsa_kernels.block_sparse.triton_fwd import suits_tiles_of_128
 from vsa_kernels.block_sparse.triton_index import long_first, transpose
 from vsa_kernels.block_sparse.triton_masks import fine_of, hide, load_words, pack_words
 from vsa_kernels.block_sparse.triton_tiles import (
     LOG2E,
     Plan,
     described,
+    is_flat,
     lists_of,
     load_listed,
     load_tile,
@@ -299,6 +301,13 @@ def _run(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     q, k, v, dout = rows_ready(q), rows_ready(k), rows_ready(v), rows_ready(dout)
     stage = "coarse_" if mask is None else ""
+    if mask is not None and suits_tiles_of_128(q, k, v, mask) and is_flat(dout):
+        from vsa_kernels.block_sparse import hopper_bwd128
+
+        return hopper_bwd128.backward(
+            dout, delta, lse, q, k, v, mask, scale, shares,
+            lambda: _run_dq(dout, delta, lse, q, k, v, mask, scale, Plan.of("dq", q, k, mask, half), shares[0]),
+        )  # fmt: skip
     dq = _run_dq(dout, delta, lse, q, k, v, mask, scale, Plan.of(f"{stage}dq", q, k, mask, half), shares[0])
     dk, dv = _run_dkv(dout, delta, lse, q, k, v, mask, scale, Plan.of(f"{stage}dkv", q, k, mask, half), shares[1:])
     return dq, dk, dv

@@ -151,13 +151,13 @@ def _suits_tiles_of_64(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> bool
     )
 
 
-def _suits_tiles_of_128(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> bool:
+def suits_tiles_of_128(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> bool:
     return all(64 < x.max_size <= 128 for x in (mask.q_blocks, mask.kv_blocks)) and _suits_hopper(q, k, v, mask)
 
 
 OF_HOPPER = (
     (_suits_tiles_of_64, "vsa_kernels.block_sparse.hopper_fwd"),
-    (_suits_tiles_of_128, "vsa_kernels.block_sparse.hopper_fwd128"),
+    (suits_tiles_of_128, "vsa_kernels.block_sparse.hopper_fwd128"),
 )
 """Kernels in Gluon with their conditions; the first whose condition holds runs, otherwise the one of this file."""
 

@@ -1,0 +1,75 @@
+"""The backward kernels of Hopper for lists of blocks of up to 128 tokens (tile128), with and without a workspace."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+import torch
+from vsa_kernels.testing import assert_right, make_case, run
+
+from tests.kernels.test_hopper_fwd import listing, on_hopper
+from tests.kernels.test_hopper_fwd128 import EVEN, RAGGED
+
+
+@pytest.fixture(params=[0, 3 << 20, 4 << 30], ids=("alone", "parts", "workspace"))
+def launch(request):
+    """The launches of the kernels, without room for ds, with room for some heads, and for all."""
+    from vsa_kernels.block_sparse import hopper_bwd128
+
+    with (
+        mock.patch.object(hopper_bwd128, "WORKSPACE", request.param),
+        mock.patch.object(hopper_bwd128, "launch", wraps=hopper_bwd128.launch) as calls,
+    ):
+        yield calls
+
+
+@on_hopper
+@pytest.mark.parametrize("topk", [1, 2, 3, 8])
+@pytest.mark.parametrize("sizes", [EVEN, RAGGED], ids=("even", "ragged"))
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_gradients_of_tile128(dtype, head_dim, sizes, topk, launch):
+    case = make_case(
+        sizes, sizes[::-1], batch=2, heads=4, kv_heads=2, head_dim=head_dim, dtype=dtype, device="cuda", seed=topk
+    )
+    for shared in (False, True):
+        problem = listing(case, topk, empty=(1, 4), shared=shared)
+        actual = run(problem, "triton")
+        assert_right(problem, actual, f"shared {shared}")
+    assert launch.call_count
+
+
+@on_hopper
+@pytest.mark.parametrize("sizes", [[128], [65], [128, 65], [128] * 7], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_lists_of_any_length_of_tile128(head_dim, sizes, launch):
+    case = make_case(
+        sizes, sizes * 5, batch=2, heads=4, head_dim=head_dim, index_heads=1, dtype=torch.bfloat16, device="cuda"
+    )
+    assert_right(case, run(case, "triton"))
+    loud = replace(case, q=case.q * 8, k=case.k * 8)
+    assert_right(loud, run(loud, "triton"), "large")
+    again = [run(case, "triton") for _ in range(20)]
+    assert all(torch.equal(a[name], again[0][name]) for a in again for name in a)
+    assert launch.call_count
+
+
+@on_hopper
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_nan_of_a_neighbour_stays_out_of_gradients_of_tile128(head_dim, launch):
+    case = make_case(RAGGED, RAGGED, heads=2, kv_heads=2, head_dim=head_dim, dtype=torch.bfloat16, device="cuda")
+    problem = listing(case, 3)
+    clean, (at, bad) = run(problem, "triton"), (case.q_blocks.offsets.tolist(), 2)
+    q, rows = case.q.clone(), slice(at[bad], at[bad + 1])
+    q[:, rows] = torch.nan
+    actual = run(replace(problem, q=q), "triton")
+    assert actual["dq"][:, rows].isnan().all()
+    # kv blocks that the bad queries do not list
+    lists = problem.index.kv_indices[0, :, bad, :3].tolist()
+    for h, listed in enumerate(lists):
+        for n in set(range(len(RAGGED))) - set(listed):
+            tokens = slice(at[n], at[n + 1])
+            for name in ("dk", "dv"):
+                assert torch.equal(actual[name][:, tokens, h], clean[name][:, tokens, h]), (name, n)
