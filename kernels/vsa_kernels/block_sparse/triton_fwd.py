@@ -8,6 +8,7 @@ B batch, L / S query / kv tokens, H / Hkv heads, D head dim, Nq / Nkv blocks, Km
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib import import_module
 
 import torch
@@ -155,10 +156,10 @@ def suits_tiles_of_128(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> bool
     return all(64 < x.max_size <= 128 for x in (mask.q_blocks, mask.kv_blocks)) and _suits_hopper(q, k, v, mask)
 
 
-OF_HOPPER = (
-    (_suits_tiles_of_64, "vsa_kernels.block_sparse.hopper_fwd"),
-    (suits_tiles_of_128, "vsa_kernels.block_sparse.hopper_fwd128"),
-)
+TILES_OF_128 = (suits_tiles_of_128, "vsa_kernels.block_sparse.hopper_fwd128")
+"""Not chosen yet: its tests pass on an H100, but the compile gates do not cover it."""
+
+OF_HOPPER: tuple[tuple[Callable[..., bool], str], ...] = ((_suits_tiles_of_64, "vsa_kernels.block_sparse.hopper_fwd"),)
 """Kernels in Gluon with their conditions; the first whose condition holds runs, otherwise the one of this file."""
 
 
