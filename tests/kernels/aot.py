@@ -423,6 +423,21 @@ def gathered(p: Problem) -> None:
     triton_group.group(torch.zeros(1, 1, 2048, 96, dtype=torch.bool), size)
 
 
+def tiles_of_128(p: Problem) -> None:
+    """The kernels of Hopper for tiles of 128, with and without a workspace and the gradients of the means."""
+    from vsa_kernels.block_sparse import hopper_bwd128, hopper_fwd128
+
+    if launch.capability(torch.device("cpu")) != (9, 0):
+        return
+    mask, kv_heads = p.mask(), p.heads // p.group
+    q, k, v = p.tokens(mask.q_blocks, p.heads), *(p.tokens(mask.kv_blocks, kv_heads) for _ in range(2))
+    _, lse = hopper_fwd128.forward(q, k, v, mask, 0.1)
+    for shares in ((None,) * 3, (p.means(p.heads), p.means(kv_heads), p.means(kv_heads))):
+        for room in (0, 4 << 30):
+            hopper_bwd128.WORKSPACE = room
+            hopper_bwd128.backward(q, lse, lse, q, k, v, mask, 0.1, shares, lambda: q)
+
+
 STAGES: tuple[Callable[[Problem], None], ...] = (
     fine, skipping, coarse, transpose, pooling, mean_scores, norm_rope, linear_gelu, residual_norm,
     selection, gates, operator, gathered,
@@ -462,6 +477,7 @@ def plan(name: str) -> Iterator[tuple[str, Callable[[], None]]]:
         ragged = replace(tuned, even=False, group=2)
         problems = {tuned: STAGES, ragged: BY_SHAPE}
         problems |= {replace(p, masked=True): (fine,) for p in (tuned, ragged)}
+        problems |= {replace(p, blocks=(128, 128)): (tiles_of_128,) for p in (tuned, ragged)}
     elif name == "tuned":
         for dim, blocks in ((d, b) for d in (64, 128) for b in ((64, 64), (128, 64))):
             for even in (True, False):

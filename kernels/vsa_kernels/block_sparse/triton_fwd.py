@@ -157,7 +157,7 @@ def suits_tiles_of_128(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> bool
 
 
 TILES_OF_128 = (suits_tiles_of_128, "vsa_kernels.block_sparse.hopper_fwd128")
-"""Not chosen yet: its tests pass on an H100, but the compile gates do not cover it."""
+"""Not chosen yet: its tests pass on an H100, the suite of a GPU has not run with it."""
 
 OF_HOPPER: tuple[tuple[Callable[..., bool], str], ...] = ((_suits_tiles_of_64, "vsa_kernels.block_sparse.hopper_fwd"),)
 """Kernels in Gluon with their conditions; the first whose condition holds runs, otherwise the one of this file."""
