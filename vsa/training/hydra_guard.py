@@ -200,7 +200,7 @@ class CheckedLoader(ConfigLoaderImpl):
 
 
 def refuse_secrets(cfg: DictConfig) -> None:
-    """Refuse a sweep whose settings contain a secret, which Hydra would write to `multirun.yaml`.
+    """Refuse a sweep whose settings contain a secret, which would stand in the record of the sweep.
 
     Raises:
         ValueError: names the setting, not the value.
@@ -208,7 +208,7 @@ def refuse_secrets(cfg: DictConfig) -> None:
     for path, value in leaves(OmegaConf.to_container(cfg, resolve=False)):
         if masked({path[-1]: value}) != {path[-1]: value}:
             key = ".".join(path)
-            raise ValueError(f"{key} holds a secret, which a sweep would write into multirun.yaml: leave it out")
+            raise ValueError(f"{key} holds a secret, which a sweep would write into its folder: leave it out")
 
 
 class _CheckedRepository(ConfigRepository):
