@@ -7,15 +7,15 @@ from unittest import mock
 
 import pytest
 import torch
-from vsa_kernels.testing import assert_right, make_case, run
+from vsa_kernels.testing import assert_right, define, make_case, run
 
-from tests.kernels.test_hopper_fwd import listing, on_hopper
+from tests.kernels.test_hopper_fwd import listing, mask_of, on_hopper
 from tests.kernels.test_hopper_fwd128 import EVEN, RAGGED, chosen
 
 
-@pytest.fixture(params=[0, 3 << 20, 4 << 30], ids=("alone", "parts", "workspace"))
+@pytest.fixture(params=[0, 6 << 20, 4 << 30], ids=("alone", "parts", "workspace"))
 def launch(request):
-    """The launches of the kernels, without room for ds, with room for some heads, and for all."""
+    """The launches of the kernels: without room for ds, with room for two heads of 9 x 9 blocks, and for all."""
     from vsa_kernels.block_sparse import hopper_bwd128
 
     with (
@@ -24,6 +24,37 @@ def launch(request):
         mock.patch.object(hopper_bwd128, "launch", wraps=hopper_bwd128.launch) as calls,
     ):
         yield calls
+
+
+@pytest.mark.parametrize("room", [2, 3, 4, 12], ids="room for {}".format)
+@pytest.mark.parametrize("index_heads", [1, 6])
+def test_parts_of_samples_and_heads_are_the_whole_of_tile128(index_heads, room):
+    """Each part gets its own lists, statistics and heads of a group; the definition stands for the kernels."""
+    from vsa_kernels.block_sparse import hopper_bwd128
+
+    case = make_case([128] * 3, [128] * 4, batch=2, heads=6, kv_heads=3, head_dim=128, index_heads=index_heads)
+    mask, parts = mask_of(case), []
+    numbers = torch.randn(2, 6, 384)
+
+    def dkv(dout, delta, lse, q, k, v, mask, scale, means, workspace, dk, dv):
+        assert workspace.shape[0] >= q.shape[0] * q.shape[2] * 3 * mask.index.kv_indices.shape[-1] * 128
+        half = replace(case, q=q, k=k, v=v, dout=dout, dlse=delta + lse, index=mask.index)
+        parts.append(define(half))
+        dk.copy_(parts[-1]["dk"])
+        dv.copy_(parts[-1]["dv"])
+
+    with (
+        mock.patch.object(hopper_bwd128, "WORKSPACE", room * 3 * case.index.kv_indices.shape[-1] * 128 * 128 * 4),
+        mock.patch.object(hopper_bwd128, "_run_dkv", dkv),
+        mock.patch.object(hopper_bwd128, "_run_dq", lambda k, mask, scale, mean, room, dq: dq.copy_(parts[-1]["dq"])),
+    ):
+        gradients = hopper_bwd128.backward(
+            case.dout, numbers, 2 * numbers, case.q, case.k, case.v, mask, 128**-0.5, (None,) * 3, lambda: None
+        )
+    assert len(parts) == {2: 6, 3: 6, 4: 4, 12: 1}[room]
+    whole = define(replace(case, dlse=3 * numbers))
+    for name, actual in zip(("dq", "dk", "dv"), gradients, strict=True):
+        torch.testing.assert_close(actual.double(), whole[name], rtol=1e-5, atol=1e-6)
 
 
 @on_hopper
