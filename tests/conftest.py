@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from pathlib import Path
@@ -18,6 +19,9 @@ for name in ("COLUMNS", "LINES", "GITHUB_ACTIONS", "FORCE_COLOR", "PY_COLORS", "
 for number in (signal.SIGHUP, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM):
     if signal.getsignal(number) == signal.SIG_IGN:
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+
+# a forked process has no threads of its parent: collecting the parent's process groups and stores there would abort
+os.register_at_fork(after_in_child=gc.freeze)
 
 
 @pytest.fixture

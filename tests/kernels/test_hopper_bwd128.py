@@ -10,7 +10,7 @@ import torch
 from vsa_kernels.testing import assert_right, define, make_case, run
 
 from tests.kernels.test_hopper_fwd import listing, mask_of, on_hopper
-from tests.kernels.test_hopper_fwd128 import EVEN, RAGGED, chosen
+from tests.kernels.test_hopper_fwd128 import EVEN, RAGGED
 
 
 @pytest.fixture(params=[0, 6 << 20, 4 << 30], ids=("alone", "parts", "workspace"))
@@ -19,7 +19,6 @@ def launch(request):
     from vsa_kernels.block_sparse import hopper_bwd128
 
     with (
-        chosen(),
         mock.patch.object(hopper_bwd128, "WORKSPACE", request.param),
         mock.patch.object(hopper_bwd128, "launch", wraps=hopper_bwd128.launch) as calls,
     ):

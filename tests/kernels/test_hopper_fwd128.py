@@ -20,17 +20,12 @@ EVEN = [128] * 9
 RAGGED = [128, 1, 127, 64, 65, 96, 33, 128, 32]
 
 
-def chosen():
-    """Let the kernels for tiles of 128 be chosen."""
-    return mock.patch.object(triton_fwd, "OF_HOPPER", (*triton_fwd.OF_HOPPER, triton_fwd.TILES_OF_128))
-
-
 @pytest.fixture
 def launch():
     """The launches of the kernel; what else runs is not counted."""
     from vsa_kernels.block_sparse import hopper_fwd128
 
-    with chosen(), mock.patch.object(hopper_fwd128, "launch", wraps=hopper_fwd128.launch) as calls:
+    with mock.patch.object(hopper_fwd128, "launch", wraps=hopper_fwd128.launch) as calls:
         yield calls
 
 

@@ -301,9 +301,7 @@ def _run(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     q, k, v, dout = rows_ready(q), rows_ready(k), rows_ready(v), rows_ready(dout)
     stage = "coarse_" if mask is None else ""
-    # calls with gradients of block means (the whole operator) have not been tried there on a GPU yet
-    chosen = triton_fwd.TILES_OF_128 in triton_fwd.OF_HOPPER and all(x is None for x in shares)
-    if mask is not None and chosen and triton_fwd.suits_tiles_of_128(q, k, v, mask) and is_flat(dout):
+    if mask is not None and triton_fwd.suits_tiles_of_128(q, k, v, mask) and is_flat(dout):
         from vsa_kernels.block_sparse import hopper_bwd128
 
         return hopper_bwd128.backward(

@@ -156,10 +156,10 @@ def suits_tiles_of_128(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> bool
     return all(64 < x.max_size <= 128 for x in (mask.q_blocks, mask.kv_blocks)) and _suits_hopper(q, k, v, mask)
 
 
-TILES_OF_128 = (suits_tiles_of_128, "vsa_kernels.block_sparse.hopper_fwd128")
-"""Not chosen yet: its tests pass on an H100, the suite of a GPU has not run with it."""
-
-OF_HOPPER: tuple[tuple[Callable[..., bool], str], ...] = ((_suits_tiles_of_64, "vsa_kernels.block_sparse.hopper_fwd"),)
+OF_HOPPER: tuple[tuple[Callable[..., bool], str], ...] = (
+    (suits_tiles_of_128, "vsa_kernels.block_sparse.hopper_fwd128"),
+    (_suits_tiles_of_64, "vsa_kernels.block_sparse.hopper_fwd"),
+)
 """Kernels in Gluon with their conditions; the first whose condition holds runs, otherwise the one of this file."""
 
 
