@@ -53,6 +53,14 @@ def test_every_bit_flip_and_cut_is_found(tmp_path):
     ck.read_checkpoint(path)
 
 
+@pytest.mark.timeout(20)
+def test_a_sparse_file_of_terabytes_is_not_read(tmp_path):
+    path = _write(tmp_path)
+    os.truncate(path / "model.safetensors", 1 << 42)
+    with pytest.raises(ValueError, match=r"model\.safetensors cannot be read"):
+        ck.read_checkpoint(path)
+
+
 def test_a_look_without_digests_finds_missing_and_short_files(tmp_path, monkeypatch):
     first, second = _write(tmp_path, 1), _write(tmp_path, 2)
     whole = (second / "model.safetensors").read_bytes()

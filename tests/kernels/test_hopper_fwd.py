@@ -79,7 +79,7 @@ def unsuitable() -> dict[str, Case]:
         "ragged queries": make_case([64, 63], sizes, **half),
         "ragged kv": make_case(sizes, [64, 1], **half),
         "query tiles": make_case([96, 96], sizes, **half),
-        "kv tiles": make_case(sizes, [128, 128], **half),
+        "kv tiles": make_case(sizes, [128, 128], **{**half, "head_dim": 128}),
         "valid": make_case(sizes, sizes, **half, kv_valid=True),
         "fine masks": make_case(sizes, sizes, **half, fine=True),
         "parts of a wider head": replace(case, q=wide[..., :64]),
@@ -111,11 +111,11 @@ def test_the_choice_leaves_everything_else_to_the_other_kernel(name):
 @on_hopper
 @pytest.mark.parametrize("topk", [1, 2, 3, 8])
 @pytest.mark.parametrize("q_size", [64, 128])
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(("head_dim", "kv_size"), [(64, 64), (64, 128), (128, 64)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_results(dtype, head_dim, q_size, topk, launch):
+def test_results(dtype, head_dim, kv_size, q_size, topk, launch):
     case = make_case(
-        *([q_size] * 5, [64] * 9),
+        *([q_size] * 5, [kv_size] * 9),
         batch=2,
         heads=4,
         kv_heads=2,

@@ -34,7 +34,7 @@ def transpose(lists, counts, num_kv, device, **masked):
     # triton is imported by those tests only that run
     from vsa_kernels.block_sparse import triton_index
 
-    masked = {name: x.to(device) for name, x in masked.items()}
+    masked = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in masked.items()}
     return triton_index.transpose(lists.to(device), counts.to(device), num_kv, **masked)
 
 
@@ -76,6 +76,20 @@ def test_any_mask(triton_device, batch, heads, num_q, num_kv, density, spare, sh
     assert_transposed(index, mask)
 
 
+@fuzz
+@given(*ANY_MASK)
+def test_places_of_entries(triton_device, batch, heads, num_q, num_kv, density, spare, shuffled, seed):
+    torch.manual_seed(seed)
+    mask = torch.rand(batch, heads, num_q, num_kv) < density
+    lists, counts = lists_of(mask, spare + 1, shuffled)
+    index = transpose(lists, counts, num_kv, triton_device, places=True)
+    assert_transposed(index, mask)
+    offsets, rows, places = (x.cpu() for x in index)
+    for b, h, n in torch.cartesian_prod(*(torch.arange(s) for s in (batch, heads, num_kv))).view(-1, 3).tolist():
+        at = slice(*offsets[b, h, n : n + 2].tolist())
+        assert (lists[b, h, rows[b, h, at].long(), places[b, h, at].long()] == n).all()
+
+
 test_further_masks = pytest.mark.slow(
     settings(fuzz, max_examples=15)(given(*ANY_MASK)(test_any_mask.hypothesis.inner_test))
 )
@@ -98,12 +112,12 @@ def test_the_masked_part_with_its_ids(triton_device, batch, heads, num_q, num_kv
         expected[b, h, lists[b, h, n, full:count].long(), n] = ids[b, h, n, full:count]
     index = transpose(lists, counts, num_kv, triton_device, first=first, mask_ids=ids)
     assert_transposed(index, mask)
-    assert index.mask_ids.shape == index.rows.shape
+    assert index.ids.shape == index.rows.shape
     for b in range(batch):
         for h in range(heads):
             # column after column, each in the order of its rows
             expected_ids = expected[b, h][mask[b, h].T]
-            assert torch.equal(index.mask_ids[b, h, : len(expected_ids)].cpu(), expected_ids)
+            assert torch.equal(index.ids[b, h, : len(expected_ids)].cpu(), expected_ids)
 
 
 @pytest.mark.parametrize(("num_q", "num_kv"), [(32, 32), (33, 300), (257, 31), further(130, 260)])
@@ -188,7 +202,7 @@ def test_long_lists_come_first(triton_device, batch, heads, group, num_kv, share
             counts.scatter_(-1, torch.rand(*size, num_kv, generator=g).topk(sinks).indices, 100)
         offsets = torch.zeros(*size, num_kv + 1, dtype=torch.int32)
         offsets[..., 1:] = counts.cumsum(-1)
-        parts.append(TransposedIndex(row_offsets=offsets.to(triton_device), rows=offsets, mask_ids=None))
+        parts.append(TransposedIndex(row_offsets=offsets.to(triton_device), rows=offsets, ids=None))
         lengths += counts
     order = long_first(parts[0], parts[1] if fine else None, batch, heads, group)
     lengths = lengths.unflatten(1, (-1, group)).sum(2)

@@ -30,11 +30,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.tools.tensor_descriptor import TensorDescriptor as PlainDescriptor
 
-from vsa_kernels.block_index import BlockIndex, Blocks
+from vsa_kernels.block_index import Blocks
 from vsa_kernels.block_sparse.hopper_fwd import LOG2E, SHARED_LAYOUT, cta_barrier
-from vsa_kernels.block_sparse.hopper_fwd128 import BLOCK, ROWS, SLOTS, _clear_rows, _described
+from vsa_kernels.block_sparse.hopper_fwd128 import BLOCK, ROWS, _clear_rows, _described
 from vsa_kernels.block_sparse.mask import BlockMask
 from vsa_kernels.block_sparse.triton_index import TransposedIndex, long_first, transpose
+from vsa_kernels.block_sparse.triton_tiles import Tiles, pad_blocks, span, store_tile
 from vsa_kernels.launch import launch
 
 LINE_LAYOUT = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1))
@@ -70,9 +71,18 @@ def _store_rows(x, smem, p_out, rows, stride_l, D: gl.constexpr, DTYPE: gl.const
 
 
 @gluon.jit
+def _hide_rows(b_ds, rows, LAYOUT: gl.constexpr):
+    """Gradients of logits, 0 past the end of the kv block."""
+    if rows < ROWS:
+        row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
+        b_ds = gl.where(row[:, None] < rows, b_ds, 0.0)
+    return b_ds
+
+
+@gluon.jit
 def _add_up(
     k_smem, v_smem, q_smem, do_smem, lse_smem, delta_smem, ds_smem, kv_bar, q_full, do_full, q_empty, do_empty,
-    workspace, rows, slots, row_offsets, q_offsets, i_b, i_hk, i_n, row_b, row_h, at_b, at_h, num_q, H, capacity,
+    workspace, rows, places, row_offsets, q_offsets, i_b, i_hk, i_n, row_b, row_h, at_b, at_h, num_q, H, capacity,
     p_dk, p_dv, k_share, v_share, kv_rows, stride_l, scale, WG: gl.constexpr,
     GROUP: gl.constexpr, D: gl.constexpr, EVEN: gl.constexpr, KEEP: gl.constexpr, SHARED: gl.constexpr,
     DTYPE: gl.constexpr,
@@ -82,57 +92,61 @@ def _add_up(
     G_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     A_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, G_LAYOUT, 2)
     COLUMNS: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
-    b_dk = _start(k_share, 1 / scale, D, SHARED, G_LAYOUT)
-    b_dv = _start(v_share, 1.0, D, SHARED, G_LAYOUT)
+    of_one = 1.0 / (kv_rows + WG * ROWS)
+    b_dk = _start(k_share, of_one / scale, D, SHARED, G_LAYOUT)
+    b_dv = _start(v_share, of_one, D, SHARED, G_LAYOUT)
     b_zero = gl.zeros([ROWS, ROWS], gl.float32, S_LAYOUT)
     factor = scale * LOG2E
-    step = 0
+    phase = 0
     mbarrier.wait(kv_bar, 0)
     for g in range(GROUP):
         i_h = i_hk * GROUP + g
         begin, listed = _column(row_offsets, i_b, i_h, i_n, at_b, at_h)
         p_entry = i_b.to(gl.int64) * row_b + i_h.to(gl.int64) * row_h + begin
         for j in range(listed * 2):
-            slot, phase, tile = step % SLOTS, (step // SLOTS) & 1, j % 2
+            # the first and the second 64 rows of a block have a slot each
+            half = j % 2
             if not EVEN:
                 i_q = gl.load(rows + p_entry + j // 2)
-                size = gl.load(q_offsets + i_q + 1) - gl.load(q_offsets + i_q) - tile * ROWS
-            mbarrier.wait(q_full.index(slot), phase)
+                size = gl.load(q_offsets + i_q + 1) - gl.load(q_offsets + i_q) - half * ROWS
+            mbarrier.wait(q_full.index(half), phase)
             if not EVEN:
-                _clear_rows(q_smem.index(slot), size, D, ROWS)
+                _clear_rows(q_smem.index(half), size, D, ROWS)
             # [ROWS kv, ROWS q]
-            b_s = warpgroup_mma(k_smem, q_smem.index(slot).permute((1, 0)), b_zero, use_acc=False, is_async=True)
-            mbarrier.wait(do_full.index(slot), phase)
+            b_s = warpgroup_mma(k_smem, q_smem.index(half).permute((1, 0)), b_zero, use_acc=False, is_async=True)
+            mbarrier.wait(do_full.index(half), phase)
             if not EVEN:
-                _clear_rows(do_smem.index(slot), size, D, ROWS)
-            b_dp = warpgroup_mma(v_smem, do_smem.index(slot).permute((1, 0)), b_zero, use_acc=False, is_async=True)
+                _clear_rows(do_smem.index(half), size, D, ROWS)
+            b_dp = warpgroup_mma(v_smem, do_smem.index(half).permute((1, 0)), b_zero, use_acc=False, is_async=True)
             # lse is +inf past the end of a block: p and ds are 0 there
-            b_lse = lse_smem.index(slot).load(COLUMNS)
+            b_lse = lse_smem.index(half).load(COLUMNS)
             b_s = warpgroup_mma_wait(1, deps=(b_s,))
             b_p = gl.exp2(b_s * factor - (b_lse * LOG2E)[None, :])
-            b_delta = delta_smem.index(slot).load(COLUMNS)
+            b_delta = delta_smem.index(half).load(COLUMNS)
             b_dp = warpgroup_mma_wait(0, deps=(b_dp,))
             b_ds = b_p * (b_dp - b_delta[None, :])
+            if KEEP and not EVEN:
+                b_ds = _hide_rows(b_ds, kv_rows, S_LAYOUT)
             b_pa = gl.convert_layout(b_p.to(DTYPE), A_LAYOUT, assert_trivial=True)
             b_dsa = gl.convert_layout(b_ds.to(DTYPE), A_LAYOUT, assert_trivial=True)
-            b_next_dv = warpgroup_mma(b_pa, do_smem.index(slot), b_dv, is_async=True)
-            b_next_dk = warpgroup_mma(b_dsa, q_smem.index(slot), b_dk, is_async=True)
+            b_next_dv = warpgroup_mma(b_pa, do_smem.index(half), b_dv, is_async=True)
+            b_next_dk = warpgroup_mma(b_dsa, q_smem.index(half), b_dk, is_async=True)
             if KEEP:
-                at_row = (i_b * H + i_h) * num_q + gl.load(rows + p_entry + j // 2)
-                pair = at_row.to(gl.int64) * capacity + gl.load(slots + p_entry + j // 2)
-                # the copy before the last one has left its slot
-                tma.store_wait(1)
-                cta_barrier()
-                ds_smem.index(WG * 2 + tile).store(b_ds.to(DTYPE))
+                ds_smem.index(WG * 2 + half).store(b_ds.to(DTYPE))
                 fence_async_shared()
-                cta_barrier()
-                row = (pair * BLOCK + WG * ROWS).to(gl.int32)
-                tma.async_copy_shared_to_global(workspace, [row, tile * ROWS], ds_smem.index(WG * 2 + tile))
             b_dv, b_dk, b_pa, b_dsa = warpgroup_mma_wait(0, deps=(b_next_dv, b_next_dk, b_pa, b_dsa))
+            if KEEP:
+                # the copy before has left the slot of the next ds
+                tma.store_wait(0)
             cta_barrier()
-            mbarrier.arrive(q_empty.index(slot), count=1)
-            mbarrier.arrive(do_empty.index(slot), count=1)
-            step += 1
+            mbarrier.arrive(q_empty.index(half), count=1)
+            mbarrier.arrive(do_empty.index(half), count=1)
+            if KEEP:
+                pair = ((i_b * H + i_h) * num_q + gl.load(rows + p_entry + j // 2)).to(gl.int64) * capacity
+                pair += gl.load(places + p_entry + j // 2)
+                row = (pair * BLOCK + WG * ROWS).to(gl.int32)
+                tma.async_copy_shared_to_global(workspace, [row, half * ROWS], ds_smem.index(WG * 2 + half))
+            phase ^= half
     if KEEP:
         tma.store_wait(0)
     # each warpgroup's own half of k and v takes the results: nobody else reads it
@@ -147,35 +161,35 @@ def _copy(
     GROUP: gl.constexpr, D: gl.constexpr, EVEN: gl.constexpr,
 ):  # fmt: skip
     """A warp: copies the listed queries with their gradients and statistics, two tiles of 64 for each block."""
-    step = 0
+    phase = 1
     for g in range(GROUP):
         i_h = i_hk * GROUP + g
         begin, listed = _column(row_offsets, i_b, i_h, i_n, at_b, at_h)
         p_entry = rows + i_b.to(gl.int64) * row_b + i_h.to(gl.int64) * row_h + begin
         for j in range(listed * 2):
-            slot, free = step % SLOTS, ((step // SLOTS) & 1) ^ 1
+            half = j % 2
             i_q = gl.load(p_entry + j // 2)
             if EVEN:
-                start = i_q * BLOCK + (j % 2) * ROWS
+                start = i_q * BLOCK
             else:
-                start = gl.load(q_offsets + i_q) + (j % 2) * ROWS
-            row, line = i_b * L + start, ((i_b * H + i_h) * num_q + i_q) * BLOCK + (j % 2) * ROWS
-            mbarrier.wait(q_empty.index(slot), free)
-            mbarrier.expect(q_full.index(slot), q.block_type.nbytes + 4 * ROWS)
-            tma.async_copy_global_to_shared(q, [row, i_h * D], q_full.index(slot), q_smem.index(slot))
-            tma.async_copy_global_to_shared(lse, [line], q_full.index(slot), lse_smem.index(slot))
-            mbarrier.wait(do_empty.index(slot), free)
-            mbarrier.expect(do_full.index(slot), do.block_type.nbytes + 4 * ROWS)
-            tma.async_copy_global_to_shared(do, [row, i_h * D], do_full.index(slot), do_smem.index(slot))
-            tma.async_copy_global_to_shared(delta, [line], do_full.index(slot), delta_smem.index(slot))
-            step += 1
+                start = gl.load(q_offsets + i_q)
+            row, line = i_b * L + start + half * ROWS, ((i_b * H + i_h) * num_q + i_q) * BLOCK + half * ROWS
+            mbarrier.wait(q_empty.index(half), phase)
+            mbarrier.expect(q_full.index(half), q.block_type.nbytes + 4 * ROWS)
+            tma.async_copy_global_to_shared(q, [row, i_h * D], q_full.index(half), q_smem.index(half))
+            tma.async_copy_global_to_shared(lse, [line], q_full.index(half), lse_smem.index(half))
+            mbarrier.wait(do_empty.index(half), phase)
+            mbarrier.expect(do_full.index(half), do.block_type.nbytes + 4 * ROWS)
+            tma.async_copy_global_to_shared(do, [row, i_h * D], do_full.index(half), do_smem.index(half))
+            tma.async_copy_global_to_shared(delta, [line], do_full.index(half), delta_smem.index(half))
+            phase ^= half
 
 
 @gluon.jit(
     do_not_specialize=["row_b", "row_h", "at_b", "at_h", "stride_l", "L", "S", "H", "num_q", "num_kv", "capacity"]
 )
 def _hopper_dkv128_kernel(
-    q, k, v, do, lse, delta, workspace, dk, dv, k_share, v_share, order, rows, slots, row_offsets, q_offsets,
+    q, k, v, do, lse, delta, workspace, dk, dv, k_share, v_share, order, rows, places, row_offsets, q_offsets,
     kv_offsets, scale, row_b, row_h, at_b, at_h, stride_l, L, S, H, num_q, num_kv, capacity,
     GROUP: gl.constexpr, D: gl.constexpr, EVEN: gl.constexpr, KEEP: gl.constexpr, SHARED: gl.constexpr,
 ):  # fmt: skip
@@ -193,19 +207,19 @@ def _hopper_dkv128_kernel(
 
     k_smem = gl.allocate_shared_memory(DTYPE, [2, ROWS, D], k.layout)
     v_smem = gl.allocate_shared_memory(DTYPE, [2, ROWS, D], v.layout)
-    q_smem = gl.allocate_shared_memory(DTYPE, [SLOTS, ROWS, D], q.layout)
-    do_smem = gl.allocate_shared_memory(DTYPE, [SLOTS, ROWS, D], do.layout)
+    q_smem = gl.allocate_shared_memory(DTYPE, [2, ROWS, D], q.layout)
+    do_smem = gl.allocate_shared_memory(DTYPE, [2, ROWS, D], do.layout)
     ds_smem = gl.allocate_shared_memory(DTYPE, [4, ROWS, ROWS], q.layout)
-    lse_smem = gl.allocate_shared_memory(gl.float32, [SLOTS, ROWS], LINE_LAYOUT)
-    delta_smem = gl.allocate_shared_memory(gl.float32, [SLOTS, ROWS], LINE_LAYOUT)
+    lse_smem = gl.allocate_shared_memory(gl.float32, [2, ROWS], LINE_LAYOUT)
+    delta_smem = gl.allocate_shared_memory(gl.float32, [2, ROWS], LINE_LAYOUT)
     kv_bars = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    q_full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    do_full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    q_empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    do_empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    q_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    do_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    q_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    do_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(2):
         mbarrier.init(kv_bars.index(i), count=1)
-    for i in gl.static_range(SLOTS):
+    for i in gl.static_range(2):
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(do_full.index(i), count=1)
         # both warpgroups leave a slot
@@ -220,17 +234,17 @@ def _hopper_dkv128_kernel(
         tma.async_copy_global_to_shared(v, [first_kv + i * ROWS, col], kv_bars.index(i), v_smem.index(i))
     at_out = first_kv.to(gl.int64) * stride_l + col
     p_dk, p_dv = dk + at_out, dv + at_out
-    at_mean = ((i_b * num_kv + i_n).to(gl.int64) * Hkv + i_hk) * D
+    at_mean = (i_bh.to(gl.int64) * num_kv + i_n) * D
     if SHARED:
         k_share += at_mean
         v_share += at_mean
     gl.warp_specialize([
         (_add_up, (k_smem.index(0), v_smem.index(0), q_smem, do_smem, lse_smem, delta_smem, ds_smem,
-                   kv_bars.index(0), q_full, do_full, q_empty, do_empty, workspace, rows, slots, row_offsets,
+                   kv_bars.index(0), q_full, do_full, q_empty, do_empty, workspace, rows, places, row_offsets,
                    q_offsets, i_b, i_hk, i_n, row_b, row_h, at_b, at_h, num_q, H, capacity, p_dk, p_dv, k_share,
                    v_share, kv_size, stride_l, scale, 0, GROUP, D, EVEN, KEEP, SHARED, DTYPE)),
         (_add_up, (k_smem.index(1), v_smem.index(1), q_smem, do_smem, lse_smem, delta_smem, ds_smem,
-                   kv_bars.index(1), q_full, do_full, q_empty, do_empty, workspace, rows, slots, row_offsets,
+                   kv_bars.index(1), q_full, do_full, q_empty, do_empty, workspace, rows, places, row_offsets,
                    q_offsets, i_b, i_hk, i_n, row_b, row_h, at_b, at_h, num_q, H, capacity,
                    p_dk + ROWS * stride_l, p_dv + ROWS * stride_l, k_share, v_share, kv_size - ROWS, stride_l,
                    scale, 1, GROUP, D, EVEN, KEEP, SHARED, DTYPE)),
@@ -243,9 +257,9 @@ def _hopper_dkv128_kernel(
     do_not_specialize=["idx_b", "idx_h", "idx_n", "num_b", "num_h", "dq_l", "L", "H", "num_q", "num_kv", "capacity"]
 )
 def _dq128_kernel(
-    workspace, k, dq, q_share, kv_indices, kv_num_blocks, scale, idx_b, idx_h, idx_n, num_b, num_h,
+    workspace, k, dq, q_share, kv_indices, kv_num_blocks, q_offsets, scale, idx_b, idx_h, idx_n, num_b, num_h,
     dq_l, L, H, num_q, num_kv, capacity,
-    GROUP: tl.constexpr, D: tl.constexpr, SHARED: tl.constexpr, BLOCK_M: tl.constexpr,
+    GROUP: tl.constexpr, D: tl.constexpr, EVEN: tl.constexpr, SHARED: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     PARTS: tl.constexpr = 128 // BLOCK_M
     i_tile, i_bh = tl.program_id(0) % (num_q * PARTS), tl.program_id(0) // (num_q * PARTS)
@@ -262,16 +276,15 @@ def _dq128_kernel(
         b_k = k.load([(i_b * num_kv + tl.load(p_list + j)) * 128, col])
         b_dq = tl.dot(tl.trans(b_ds), b_k, b_dq)
     b_dq *= scale
+    start, size, whole = span(q_offsets, i_n, i_part, L, 128, BLOCK_M, EVEN)
     if SHARED:
-        at = ((i_b.to(tl.int64) * num_q + i_n) * H + i_h) * D
-        b_dq += tl.load(q_share + at + tl.arange(0, D))[None, :] / 128
-    o_m, o_d = tl.arange(0, BLOCK_M), tl.arange(0, D)
-    p_dq = dq + (i_b.to(tl.int64) * L + i_n * 128 + i_part * BLOCK_M) * dq_l + i_h * D
-    tl.store(p_dq + o_m[:, None] * dq_l + o_d[None, :], b_dq.to(dq.dtype.element_ty))
+        at = (i_bh.to(tl.int64) * num_q + i_n) * D
+        b_dq += tl.load(q_share + at + tl.arange(0, D))[None, :] / whole
+    store_tile(dq, b_dq, i_b, i_h, start, size, L * dq_l, dq_l, D, D, BLOCK_M, D)
 
 
-WORKSPACE = 2 << 30
-"""Most bytes of the workspace; samples and heads are computed in parts until it suffices."""
+WORKSPACE = 4 << 30
+"""Most bytes of the workspace; heads are computed in parts until it suffices."""
 
 
 def backward(
@@ -281,101 +294,108 @@ def backward(
     """dq, dk, dv as `triton_bwd.backward`, if `triton_fwd.suits_tiles_of_128` holds.
 
     Args:
-        dq_alone: dq that computes the logits again: for ragged blocks, for a head whose pairs exceed the workspace, and
-            for head dim 64, where reading ds takes longer than computing it.
+        dq_alone: dq that computes the logits again, for a head whose pairs exceed the workspace.
     """
-    (B, _L, H, D), Hkv, index = q.shape, k.shape[2], mask.index
+    (B, _, H, _), Hkv, index = q.shape, k.shape[2], mask.index
     dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
     # [pairs of blocks * BLOCK, BLOCK] of one head
     rows = mask.q_blocks.num * index.kv_indices.shape[-1] * BLOCK.value
     heads = WORKSPACE // (rows * BLOCK.value * q.element_size())
-    even = mask.q_blocks.min_size == mask.kv_blocks.min_size == BLOCK.value
-    if not even or D < 128 or heads < H // Hkv:
-        _run_dkv(dout, delta, lse, q, k, v, mask, scale, shares[1:], None, dk, dv)
+    kept = heads >= H // Hkv
+    columns = transpose(index.kv_indices, index.kv_num_blocks, mask.kv_blocks.num, places=kept)
+    # by head: parts of them are contiguous
+    means = [None if x is None else x.transpose(1, 2).contiguous() for x in shares]
+    if not kept:
+        _run_dkv(dout, delta, lse, q, k, v, mask, columns, scale, means[1:], None, dk, dv)
         return dq_alone(), dk, dv
-    samples, group = (B, H) if heads >= B * H else (1, min(heads // (H // Hkv) * (H // Hkv), H))
+    samples, group = (B, H) if heads >= B * H else (1, _even_part(H // Hkv, Hkv, heads))
     workspace = q.new_empty((samples * group * rows, BLOCK.value))
+    keys = _keys_of(k, mask.kv_blocks)
     for b in range(0, B, samples):
         for h in range(0, H, group):
-            q_part = slice(b, b + samples), slice(None), slice(h, h + group)
-            kv_part = *q_part[:2], slice(h * Hkv // H, (h + group) * Hkv // H)
-            part = _part_of(mask, b, samples, h, group)
-            means = [None if x is None else x[at] for x, at in zip(shares, (q_part, kv_part, kv_part), strict=True)]
-            rows_of = q_part[::2]
+            q_at = slice(b, b + samples), slice(None), slice(h, h + group)
+            kv_at = *q_at[:2], slice(h * Hkv // H, (h + group) * Hkv // H)
+            q_of, kv_of = q_at[::2], kv_at[::2]
+            part, part_columns = _part_of(mask, q_of), TransposedIndex(*(_slice_of(x, q_of) for x in columns))
+            mean_of = [None if x is None else x[at] for x, at in zip(means, (q_of, kv_of, kv_of), strict=True)]
             _run_dkv(
-                dout[q_part], delta[rows_of], lse[rows_of], q[q_part], k[kv_part], v[kv_part], part, scale,
-                means[1:], workspace, dk[kv_part], dv[kv_part],
+                dout[q_at], delta[q_of], lse[q_of], q[q_at], k[kv_at], v[kv_at], part, part_columns, scale,
+                mean_of[1:], workspace, dk[kv_at], dv[kv_at],
             )  # fmt: skip
-            _run_dq(k[kv_part], part, scale, means[0], workspace, dq[q_part])
+            _run_dq(keys[kv_at], part, scale, mean_of[0], workspace, dq[q_at])
     return dq, dk, dv
 
 
-def _part_of(mask: BlockMask, b: int, samples: int, h: int, heads: int) -> BlockMask:
-    """The mask of some samples and heads; dims of size 1 stay."""
+def _even_part(group: int, kv_heads: int, most: int) -> int:
+    """Heads of a part: whole groups of a kv head, at most `most` heads, and parts of about one size."""
+    parts = triton.cdiv(kv_heads * group, most // group * group)
+    return triton.cdiv(kv_heads, parts) * group
 
-    def part(x: Tensor) -> Tensor:
-        x = x[b : b + samples] if x.shape[0] > 1 else x
-        return x[:, h : h + heads] if x.shape[1] > 1 else x
 
+def _slice_of(x: Tensor | None, at: tuple[slice, slice]) -> Tensor | None:
+    """Some samples and heads of x `[B|1, H|1, ...]`; dims of size 1 stay."""
+    return None if x is None else x[tuple(s if n > 1 else slice(None) for s, n in zip(at, x.shape, strict=False))]
+
+
+def _part_of(mask: BlockMask, at: tuple[slice, slice]) -> BlockMask:
+    """The mask of some samples and heads."""
     index = mask.index
-    index = replace(index, kv_indices=part(index.kv_indices), kv_num_blocks=part(index.kv_num_blocks))
-    return replace(mask, index=index)
+    lists, counts = (_slice_of(x, at) for x in (index.kv_indices, index.kv_num_blocks))
+    return replace(mask, index=replace(index, kv_indices=lists, kv_num_blocks=counts))
+
+
+def _keys_of(k: Tensor, blocks: Blocks) -> Tensor:
+    """k `[B, Nkv * BLOCK, Hkv, D]`: short blocks are padded with zeros, whose ds is 0 too."""
+    if blocks.min_size == BLOCK.value:
+        return k
+    tiles = Tiles.of((blocks.num, blocks.max_size, blocks.min_size), k.shape[1], BLOCK.value)
+    return pad_blocks(k, tiles, blocks.offsets, None)
 
 
 def _run_dkv(
-    dout: Tensor, delta: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scale: float,
-    shares: Sequence[Tensor | None], workspace: Tensor | None, dk: Tensor, dv: Tensor,
+    dout: Tensor, delta: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask,
+    columns: TransposedIndex, scale: float, shares: Sequence[Tensor | None], workspace: Tensor | None,
+    dk: Tensor, dv: Tensor,
 ) -> None:  # fmt: skip
     """Writes dk and dv, and to a workspace `[>= B * H * Nq * Kmax * BLOCK, BLOCK]` ds^T of every listed pair."""
     B, L, H, D = q.shape
     _, S, Hkv, _ = k.shape
-    index, q_blocks, kv_blocks = mask.index, mask.q_blocks, mask.kv_blocks
-    columns, capacity = _transposed(index, kv_blocks.num, workspace is not None), index.kv_indices.shape[-1]
+    q_blocks, kv_blocks = mask.q_blocks, mask.kv_blocks
     order = long_first(columns, None, B, H, H // Hkv)
     list_at = [x.stride(d) if x.shape[d] > 1 else 0 for x in (columns.rows, columns.row_offsets) for d in (0, 1)]
     even = q_blocks.min_size == kv_blocks.min_size == BLOCK.value
-    # the share of one token
-    means = [None if x is None else (x / kv_blocks.sizes[None, :, None, None]).contiguous() for x in shares]
     kept = None if workspace is None else _descriptor(workspace, (ROWS.value, ROWS.value))
     tiles = [_described(x, ROWS.value) for x in (q, k, v, dout)]
     lines = [_line(x, q_blocks, even, rest) for x, rest in ((lse, torch.inf), (delta, 0))]
     launch(
         _hopper_dkv128_kernel, (kv_blocks.num * B * Hkv,),
-        *tiles, *lines, kept, dk, dv, *means, order, columns.rows, columns.mask_ids, columns.row_offsets,
+        *tiles, *lines, kept, dk, dv, *shares, order, columns.rows, columns.ids, columns.row_offsets,
         q_blocks.offsets, kv_blocks.offsets, scale, *list_at, dk.stride(1), L, S, H,
-        q_blocks.num, kv_blocks.num, capacity,
-        GROUP=H // Hkv, D=D, EVEN=even, KEEP=kept is not None, SHARED=means[0] is not None, num_warps=4,
+        q_blocks.num, kv_blocks.num, mask.index.kv_indices.shape[-1],
+        GROUP=H // Hkv, D=D, EVEN=even, KEEP=kept is not None, SHARED=shares[0] is not None, num_warps=4,
     )  # fmt: skip
+
+
+DQ = {"BLOCK_M": 64, "num_warps": 4, "num_stages": 4}
 
 
 def _run_dq(
-    k: Tensor, mask: BlockMask, scale: float, share: Tensor | None, workspace: Tensor, dq: Tensor
+    keys: Tensor, mask: BlockMask, scale: float, share: Tensor | None, workspace: Tensor, dq: Tensor
 ) -> None:  # fmt: skip
     """Writes dq from the workspace of `_run_dkv`."""
     B, L, H, D = dq.shape
-    index = mask.index
+    index, num_kv = mask.index, mask.kv_blocks.num
     lists, counts = index.kv_indices, index.kv_num_blocks
     at = [lists.stride(d) if d == 2 or lists.shape[d] > 1 else 0 for d in range(3)]
     at += [counts.stride(d) if counts.shape[d] > 1 else 0 for d in range(2)]
-    keys = PlainDescriptor(k, [B * k.shape[1], k.shape[2] * D], [k.stride(1), 1], [BLOCK.value, D])
-    kept = PlainDescriptor(workspace, list(workspace.shape), [BLOCK.value, 1], [BLOCK.value, ROWS.value])
+    described = PlainDescriptor(keys, [B * keys.shape[1], keys.shape[2] * D], [keys.stride(1), 1], [BLOCK.value, D])
+    kept = PlainDescriptor(workspace, list(workspace.shape), [BLOCK.value, 1], [BLOCK.value, DQ["BLOCK_M"]])
     launch(
-        _dq128_kernel, (mask.q_blocks.num * 2 * B * H,),
-        kept, keys, dq, None if share is None else share.contiguous(), lists, counts, scale, *at, dq.stride(1),
-        L, H, mask.q_blocks.num, mask.kv_blocks.num, lists.shape[-1],
-        GROUP=H // k.shape[2], D=D, SHARED=share is not None, BLOCK_M=ROWS.value, num_warps=4, num_stages=2,
+        _dq128_kernel, (mask.q_blocks.num * (128 // DQ["BLOCK_M"]) * B * H,),
+        kept, described, dq, share, lists, counts, mask.q_blocks.offsets, scale, *at, dq.stride(1),
+        L, H, mask.q_blocks.num, num_kv, lists.shape[-1],
+        GROUP=H // keys.shape[2], D=D, EVEN=mask.q_blocks.min_size == BLOCK.value, SHARED=share is not None, **DQ,
     )  # fmt: skip
-
-
-def _transposed(index: BlockIndex, num_kv: int, slots: bool) -> TransposedIndex:
-    """Transposed lists; with `slots`, `mask_ids` are the places of the entries in the forward's lists."""
-    if not slots:
-        return transpose(index.kv_indices, index.kv_num_blocks, num_kv)
-    places = torch.arange(index.kv_indices.shape[-1], dtype=torch.int32, device=index.kv_indices.device)
-    first = torch.zeros_like(index.kv_num_blocks)
-    return transpose(
-        index.kv_indices, index.kv_num_blocks, num_kv, first=first, mask_ids=places.expand(index.kv_indices.shape)
-    )
 
 
 def _descriptor(x: Tensor, box: tuple[int, int]) -> TensorDescriptor:

@@ -37,9 +37,10 @@ cta_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
 
 
 @gluon.jit
-def _first_row(p_list, i, listed, first):
-    """Tensor row of list entry i; entries past the count may hold anything and are not read."""
-    return (first + gl.load(p_list + i, mask=i < listed, other=0)) * ROWS
+def _first_row(p_list, i, listed, first, KV_PARTS: gl.constexpr):
+    """Tensor row of tile i of the listed blocks; entries past the count may hold anything and are not read."""
+    block = first + gl.load(p_list + i // KV_PARTS, mask=i < listed, other=0)
+    return (block * KV_PARTS + i % KV_PARTS) * ROWS
 
 
 @gluon.jit
@@ -52,7 +53,7 @@ def _scale_rows(x, factor, LAYOUT: gl.constexpr):
 def _hopper_fwd_kernel(
     q, k, v, out, lse, kv_indices, kv_num_blocks, scale,
     idx_b, idx_h, idx_n, num_b, num_h, H, num_q, num_kv,
-    GROUP: gl.constexpr, D: gl.constexpr, Q_PARTS: gl.constexpr, WARPGROUPS: gl.constexpr,
+    GROUP: gl.constexpr, D: gl.constexpr, Q_PARTS: gl.constexpr, KV_PARTS: gl.constexpr, WARPGROUPS: gl.constexpr,
     K_SLOTS: gl.constexpr, V_SLOTS: gl.constexpr,
 ):  # fmt: skip
     DTYPE: gl.constexpr = q.dtype
@@ -91,18 +92,18 @@ def _hopper_fwd_kernel(
     # a copy may complete before the next instruction: its barrier expects it first
     mbarrier.expect(q_bar, q.block_type.nbytes)
     tma.async_copy_global_to_shared(q, [(i_b * tiles + i_tile) * Q_ROWS, i_h * D], q_bar, q_smem)
-    listed = gl.load(kv_num_blocks + i_b.to(gl.int64) * num_b + i_h.to(gl.int64) * num_h + i_n)
+    listed = gl.load(kv_num_blocks + i_b.to(gl.int64) * num_b + i_h.to(gl.int64) * num_h + i_n) * KV_PARTS
     for i in gl.static_range(K_SLOTS):
-        row = _first_row(p_list, i, listed, first)
+        row = _first_row(p_list, i, listed, first, KV_PARTS)
         mbarrier.expect(k_bars.index(i), k.block_type.nbytes, pred=i < listed)
         tma.async_copy_global_to_shared(k, [row, col], k_bars.index(i), k_smem.index(i), pred=i < listed)
     for i in gl.static_range(V_SLOTS):
-        row = _first_row(p_list, i, listed, first)
+        row = _first_row(p_list, i, listed, first, KV_PARTS)
         mbarrier.expect(v_bars.index(i), v.block_type.nbytes, pred=i < listed)
         tma.async_copy_global_to_shared(v, [row, col], v_bars.index(i), v_smem.index(i), pred=i < listed)
     # list entries are read one step before their copies start
-    k_row = _first_row(p_list, K_SLOTS, listed, first)
-    v_row = _first_row(p_list, V_SLOTS, listed, first)
+    k_row = _first_row(p_list, K_SLOTS, listed, first, KV_PARTS)
+    v_row = _first_row(p_list, V_SLOTS, listed, first, KV_PARTS)
 
     # [Q_ROWS, D]
     b_acc = gl.zeros([Q_ROWS, D], gl.float32, O_LAYOUT)
@@ -140,8 +141,8 @@ def _hopper_fwd_kernel(
         cta_barrier()
         tma.async_copy_global_to_shared(k, [k_row, col], k_bars.index(k_slot), k_smem.index(k_slot), pred=more_k)
         tma.async_copy_global_to_shared(v, [v_row, col], v_bars.index(v_slot), v_smem.index(v_slot), pred=more_v)
-        k_row = _first_row(p_list, j + 1 + K_SLOTS, listed, first)
-        v_row = _first_row(p_list, j + 1 + V_SLOTS, listed, first)
+        k_row = _first_row(p_list, j + 1 + K_SLOTS, listed, first, KV_PARTS)
+        v_row = _first_row(p_list, j + 1 + V_SLOTS, listed, first, KV_PARTS)
 
     # a query without kv tokens: out 0 and, from the logarithm of 0, lse -inf
     b_sum = gl.convert_layout(gl.sum(b_sums, 1), ROW_LAYOUT, assert_trivial=True)
@@ -173,7 +174,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scale: float) -> t
         _hopper_fwd_kernel, (num_q * parts * B * H,),
         _described(q, warpgroups), _described(k), _described(v), out, lse, *lists, scale,
         *list_at, H, num_q, mask.kv_blocks.num,
-        GROUP=H // k.shape[2], D=D, Q_PARTS=parts, WARPGROUPS=warpgroups, **options,
+        GROUP=H // k.shape[2], D=D, Q_PARTS=parts, KV_PARTS=mask.kv_blocks.max_size // ROWS.value,
+        WARPGROUPS=warpgroups, **options,
     )  # fmt: skip
     return out, lse
 

@@ -301,7 +301,8 @@ def _run(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     q, k, v, dout = rows_ready(q), rows_ready(k), rows_ready(v), rows_ready(dout)
     stage = "coarse_" if mask is None else ""
-    if mask is not None and triton_fwd.suits_tiles_of_128(q, k, v, mask) and is_flat(dout):
+    # at head dim 64 the kernels of this file are faster
+    if mask is not None and q.shape[3] == 128 and triton_fwd.suits_tiles_of_128(q, k, v, mask) and is_flat(dout):
         from vsa_kernels.block_sparse import hopper_bwd128
 
         return hopper_bwd128.backward(
@@ -349,7 +350,7 @@ def _run_dkv(
             # the same shapes as for the full entries
             masked = transpose(index.kv_indices, index.kv_num_blocks, plan.kv.num, first=full, mask_ids=index.mask_ids)
             words = pack_words(index.mask_bits.transpose(1, 2))
-            fine, word_at = (masked.rows, masked.row_offsets, masked.mask_ids, words), words.stride()[:2]
+            fine, word_at = (masked.rows, masked.row_offsets, masked.ids, words), words.stride()[:2]
         order = long_first(columns, masked, B, q.shape[2], plan.constants["GROUP"])
     qo = described((q, dout), plan.q, blocks[0]) if plan.describe else None
     in_q, in_do = qo or (q, dout)

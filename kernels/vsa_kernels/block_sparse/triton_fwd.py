@@ -147,7 +147,8 @@ def _suits_tiles_of_64(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> bool
     return (
         q_blocks.min_size == q_blocks.max_size
         and q_blocks.max_size % 64 == 0
-        and kv_blocks.min_size == kv_blocks.max_size == 64
+        # at head dim 64 blocks of 128 run faster in halves
+        and kv_blocks.min_size == kv_blocks.max_size in ((64, 128) if q.shape[3] == 64 else (64,))
         and _suits_hopper(q, k, v, mask)
     )
 
@@ -157,8 +158,8 @@ def suits_tiles_of_128(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> bool
 
 
 OF_HOPPER: tuple[tuple[Callable[..., bool], str], ...] = (
-    (suits_tiles_of_128, "vsa_kernels.block_sparse.hopper_fwd128"),
     (_suits_tiles_of_64, "vsa_kernels.block_sparse.hopper_fwd"),
+    (suits_tiles_of_128, "vsa_kernels.block_sparse.hopper_fwd128"),
 )
 """Kernels in Gluon with their conditions; the first whose condition holds runs, otherwise the one of this file."""
 

@@ -1,9 +1,9 @@
 """Transpose of a block index: the query blocks that list each kv block, for the backward of k and v.
 
-Three launches, without atomics and without waiting for the device. `_mark` sets one bit per listed (row, column) pair
-in a word per 32 rows and column; `_count` sums the bits of a column; `_list` writes the rows of every column at the
-offsets that follow from the counts. Mask ids pass through a table with one element per pair. `long_first` orders the kv
-blocks by the lengths of these lists in a fourth launch.
+Three launches that do not wait for the device. `_mark` sets one bit per listed (row, column) pair in a word per 32 rows
+and column, by an atomic OR, whose order does not matter; `_count` sums the bits of a column; `_list` writes 32 rows of
+every column at the offsets that follow from the counts. Mask ids, or places of entries in their rows, pass through a
+table with one element per pair. `long_first` orders the kv blocks by the lengths of these lists in a fourth launch.
 
 B batch, H / Hkv heads, Nq / Nkv query / kv blocks, G groups of 32 rows.
 """
@@ -19,8 +19,8 @@ from torch import Tensor
 
 from vsa_kernels.launch import launch
 
-# Entries of a row that are read at a time, and columns per program; one warp each.
-_BLOCK_K = 64
+# Entries of 32 rows that are read at a time (four warps), and columns per program (one warp).
+_BLOCK_K = 32
 _BLOCK_N = 32
 # Groups and columns that are summed at a time.
 _BLOCK_G = 16
@@ -35,12 +35,12 @@ class TransposedIndex(NamedTuple):
     Args:
         row_offsets: int32 `[B|1, H|1, Nkv + 1]`, kv block n has `rows[row_offsets[n] : row_offsets[n + 1]]`.
         rows: int32 `[B|1, H|1, Nq * Kmax]` query blocks, ascending for each kv block; the rest is undefined.
-        mask_ids: int32 like `rows`, the mask id of each entry; None without mask ids.
+        ids: int32 like `rows`, the mask id of each entry or its place in its row; None without either.
     """
 
     row_offsets: Tensor
     rows: Tensor
-    mask_ids: Tensor | None
+    ids: Tensor | None
 
 
 @triton.jit
@@ -54,41 +54,35 @@ def _ones(x):
 @triton.jit(do_not_specialize=["capacity"])
 def _mark_kernel(
     kv_indices, kv_num_blocks, first, mask_ids, marks, table, capacity, num_q, num_kv, num_groups,
-    FINE: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_SUM: tl.constexpr,
+    FINE: tl.constexpr, PLACES: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_SUM: tl.constexpr,
 ):  # fmt: skip
     i_g = tl.program_id(0) % num_groups
     i_bh = (tl.program_id(0) // num_groups).to(tl.int64)
-    # A word is four bytes of eight rows each. At step r the rows r, 8 + r, 16 + r and 24 + r set a bit: each in a byte
-    # of its own, and a row lists a column once, so no two threads change the same byte in a step.
-    o_byte = tl.arange(0, 4)
-    o_k = tl.arange(0, BLOCK_K)
-    p_marks = marks + (i_bh * num_groups + i_g) * num_kv * 4
-    o_n = tl.arange(0, 4 * BLOCK_SUM)
-    for n in range(0, num_kv * 4, 4 * BLOCK_SUM):
-        tl.store(p_marks + n + o_n, tl.zeros((4 * BLOCK_SUM,), tl.uint8), mask=n + o_n < num_kv * 4)
-    for r in range(8):
-        # [4]
-        o_q = i_g * 32 + o_byte * 8 + r
-        row = i_bh * num_q + o_q
-        counts = tl.load(kv_num_blocks + row, mask=o_q < num_q, other=0)
-        p_slot = row * capacity
+    o_k, o_n, o_q = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_SUM), tl.arange(0, 32)
+    p_marks = marks + (i_bh * num_groups + i_g) * num_kv
+    for n in range(0, num_kv, BLOCK_SUM):
+        tl.store(p_marks + n + o_n, tl.zeros((BLOCK_SUM,), tl.int32), mask=n + o_n < num_kv)
+    # the zeros are there before any bit
+    tl.debug_barrier()
+    m_q = i_g * 32 + o_q < num_q
+    row = i_bh * num_q + i_g * 32 + o_q
+    counts = tl.load(kv_num_blocks + row, mask=m_q, other=0)
+    p_slot = row * capacity
+    if FINE:
+        b_first = tl.load(first + row, mask=m_q, other=0)
+        counts -= b_first
+        p_slot += b_first
+    for k in range(0, tl.max(counts, 0), BLOCK_K):
+        # [32, BLOCK_K]
+        m_k = (k + o_k)[None, :] < counts[:, None]
+        o_slot = p_slot[:, None] + (k + o_k)[None, :]
+        column = tl.load(kv_indices + o_slot, mask=m_k, other=0)
+        tl.atomic_or(p_marks + column, (1 << o_q)[:, None], mask=m_k, sem="relaxed")
         if FINE:
-            b_first = tl.load(first + row, mask=o_q < num_q, other=0)
-            counts -= b_first
-            p_slot += b_first
-        # also orders the zeros above before the first step
-        tl.debug_barrier()
-        for k in range(0, tl.max(counts, 0), BLOCK_K):
-            # [4, BLOCK_K]
-            m_k = (k + o_k)[None, :] < counts[:, None]
-            o_slot = p_slot[:, None] + (k + o_k)[None, :]
-            column = tl.load(kv_indices + o_slot, mask=m_k, other=0)
-            p_byte = p_marks + column * 4 + o_byte[:, None]
-            b_marks = tl.load(p_byte, mask=m_k, other=0)
-            tl.store(p_byte, (b_marks | (1 << r)).to(tl.uint8), mask=m_k)
-            if FINE:
-                b_ids = tl.load(mask_ids + o_slot, mask=m_k, other=0)
-                tl.store(table + row[:, None] * num_kv + column, b_ids, mask=m_k)
+            b_ids = tl.load(mask_ids + o_slot, mask=m_k, other=0)
+            tl.store(table + row[:, None] * num_kv + column, b_ids, mask=m_k)
+        if PLACES:
+            tl.store(table + row[:, None] * num_kv + column, (k + o_k)[None, :], mask=m_k)
 
 
 @triton.jit
@@ -110,11 +104,12 @@ def _count_kernel(marks, counts, num_kv, num_groups, BLOCK_G: tl.constexpr, BLOC
 @triton.jit(do_not_specialize=["capacity"])
 def _list_kernel(
     marks, counts, table, row_offsets, rows, ids, capacity, num_q, num_kv, num_groups,
-    FINE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_SUM: tl.constexpr,
+    HAS_IDS: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_SUM: tl.constexpr,
 ):  # fmt: skip
     num_tiles = tl.cdiv(num_kv, BLOCK_N)
-    i_bh = (tl.program_id(0) // num_tiles).to(tl.int64)
-    first = tl.program_id(0) % num_tiles * BLOCK_N
+    i_g, i_tile = tl.program_id(0) % num_groups, tl.program_id(0) // num_groups % num_tiles
+    i_bh = (tl.program_id(0) // num_groups // num_tiles).to(tl.int64)
+    first = i_tile * BLOCK_N
     o_n = first + tl.arange(0, BLOCK_N)
     m_n = o_n < num_kv
     p_counts = counts + i_bh * num_kv
@@ -125,30 +120,32 @@ def _list_kernel(
     # [BLOCK_N]
     b_counts = tl.load(p_counts + o_n, mask=m_n, other=0)
     stop = tl.sum(earlier, 0) + tl.cumsum(b_counts, 0)
-    p_offsets = row_offsets + i_bh * (num_kv + 1)
-    tl.store(p_offsets + o_n + 1, stop, mask=m_n)
-    tl.store(p_offsets + o_n, stop - b_counts, mask=m_n & (o_n == 0))
+    if i_g == 0:
+        p_offsets = row_offsets + i_bh * (num_kv + 1)
+        tl.store(p_offsets + o_n + 1, stop, mask=m_n)
+        tl.store(p_offsets + o_n, stop - b_counts, mask=m_n & (o_n == 0))
 
     place = i_bh * num_q * capacity + (stop - b_counts)
+    o_g = tl.arange(0, BLOCK_G)
     p_marks = marks + i_bh * num_groups * num_kv + o_n
-    words = tl.load(p_marks, mask=m_n, other=0).to(tl.uint32, bitcast=True)
-    for g in range(num_groups):
-        # the next group is on its way while this one is listed
-        p_marks += num_kv
-        ahead = tl.load(p_marks, mask=m_n & (g + 1 < num_groups), other=0).to(tl.uint32, bitcast=True)
-        for _ in range(tl.max(_ones(words), 0)):
-            # every column lists its lowest row
-            rest = words & (words - 1)
-            # the exponent of a power of two is its bit
-            bit = ((words ^ rest).to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
-            some = words != 0
-            tl.store(rows + place, g * 32 + bit, mask=some)
-            if FINE:
-                b_ids = tl.load(table + (i_bh * num_q + g * 32 + bit) * num_kv + o_n, mask=some, other=0)
-                tl.store(ids + place, b_ids, mask=some)
-            place += some.to(tl.int32)
-            words = rest
-        words = ahead
+    for g in range(0, i_g, BLOCK_G):
+        # [BLOCK_G, BLOCK_N]
+        m_marks = (g + o_g < i_g)[:, None] & m_n[None, :]
+        above = tl.load(p_marks[None, :] + (g + o_g)[:, None] * num_kv, mask=m_marks, other=0)
+        place += tl.sum(_ones(above.to(tl.uint32, bitcast=True)), 0)
+    words = tl.load(p_marks + i_g * num_kv, mask=m_n, other=0).to(tl.uint32, bitcast=True)
+    for _ in range(tl.max(_ones(words), 0)):
+        # every column lists its lowest row
+        rest = words & (words - 1)
+        # the exponent of a power of two is its bit
+        bit = ((words ^ rest).to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
+        some = words != 0
+        tl.store(rows + place, i_g * 32 + bit, mask=some)
+        if HAS_IDS:
+            b_ids = tl.load(table + (i_bh * num_q + i_g * 32 + bit) * num_kv + o_n, mask=some, other=0)
+            tl.store(ids + place, b_ids, mask=some)
+        place += some.to(tl.int32)
+        words = rest
 
 
 @triton.jit
@@ -208,6 +205,7 @@ def transpose(
     *,
     first: Tensor | None = None,
     mask_ids: Tensor | None = None,
+    places: bool = False,
 ) -> TransposedIndex:
     """The query blocks of each kv block.
 
@@ -217,6 +215,7 @@ def transpose(
         num_kv_blocks: Nkv.
         first: int32 like `kv_num_blocks`, entries of a row before it are left out; requires `mask_ids`.
         mask_ids: int32 like `kv_indices`, mask id of each entry; requires `first`.
+        places: give each entry its place in its row, instead of a mask id.
     """
     lists, counts = kv_indices.contiguous(), kv_num_blocks.contiguous()
     first, mask_ids = (None if x is None else x.contiguous() for x in (first, mask_ids))
@@ -227,24 +226,24 @@ def transpose(
     row_offsets = lists.new_empty((B, H, num_kv_blocks + 1))
     rows = lists.new_empty((B, H, Nq * capacity))
     table = ids = None
-    if mask_ids is not None:
+    if mask_ids is not None or places:
         table, ids = lists.new_empty((B, H, Nq, num_kv_blocks)), torch.empty_like(rows)
     sizes = (Nq, num_kv_blocks, groups)
     launch(
         _mark_kernel, (B * H * groups,),
-        lists, counts, first, mask_ids, marks.view(torch.uint8), table, capacity, *sizes,
-        FINE=ids is not None, BLOCK_K=_BLOCK_K, BLOCK_SUM=_BLOCK_SUM, num_warps=1,
+        lists, counts, first, mask_ids, marks, table, capacity, *sizes,
+        FINE=mask_ids is not None, PLACES=places, BLOCK_K=_BLOCK_K, BLOCK_SUM=_BLOCK_SUM, num_warps=4,
     )  # fmt: skip
     launch(
         _count_kernel, (B * H * tiles,),
         marks, column_counts, num_kv_blocks, groups, BLOCK_G=_BLOCK_G, BLOCK_N=_BLOCK_N, num_warps=1,
     )  # fmt: skip
     launch(
-        _list_kernel, (B * H * tiles,),
+        _list_kernel, (B * H * tiles * groups,),
         marks, column_counts, table, row_offsets, rows, ids, capacity, *sizes,
-        FINE=ids is not None, BLOCK_N=_BLOCK_N, BLOCK_SUM=_BLOCK_SUM, num_warps=1,
+        HAS_IDS=ids is not None, BLOCK_G=_BLOCK_G, BLOCK_N=_BLOCK_N, BLOCK_SUM=_BLOCK_SUM, num_warps=1,
     )  # fmt: skip
-    return TransposedIndex(row_offsets=row_offsets, rows=rows, mask_ids=ids)
+    return TransposedIndex(row_offsets=row_offsets, rows=rows, ids=ids)
 
 
 def long_first(columns: TransposedIndex, masked: TransposedIndex | None, batch: int, heads: int, group: int) -> Tensor:

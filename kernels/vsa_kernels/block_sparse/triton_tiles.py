@@ -214,7 +214,7 @@ def described(
     if rows >= 1 << 31:
         return None
     direct = tiles.even and valid is None
-    padded = [x if direct and is_flat(x) else _pad_blocks(x, tiles, offsets, valid) for x in xs]
+    padded = [x if direct and is_flat(x) else pad_blocks(x, tiles, offsets, valid) for x in xs]
     return tuple(TensorDescriptor(x, [rows, H * D], [x.stride(1), 1], [tiles.block, D]) for x in padded)
 
 
@@ -229,7 +229,7 @@ def is_flat(x: Tensor) -> bool:
     )
 
 
-def _pad_blocks(x: Tensor, tiles: Tiles, offsets: Tensor | None, valid: Tensor | None) -> Tensor:
+def pad_blocks(x: Tensor, tiles: Tiles, offsets: Tensor | None, valid: Tensor | None) -> Tensor:
     """x `[B, L, H, D]` as `[B, N * parts * block, H, D]`: every block padded with zeros to whole tiles."""
     B, L, H, D = x.shape
     padded = x.new_empty((B, tiles.num * tiles.parts * tiles.block, H, D))
