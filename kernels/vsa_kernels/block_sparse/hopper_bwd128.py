@@ -38,6 +38,7 @@ from vsa_kernels.block_sparse.triton_index import TransposedIndex, long_first, t
 from vsa_kernels.block_sparse.triton_tiles import Tiles, pad_blocks, span, store_tile
 from vsa_kernels.launch import launch
 
+SLOTS = gl.constexpr(3)
 LINE_LAYOUT = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1))
 
 
@@ -97,40 +98,40 @@ def _add_up(
     b_dv = _start(v_share, of_one, D, SHARED, G_LAYOUT)
     b_zero = gl.zeros([ROWS, ROWS], gl.float32, S_LAYOUT)
     factor = scale * LOG2E
-    phase = 0
+    phase, slot = 0, 0
     mbarrier.wait(kv_bar, 0)
     for g in range(GROUP):
         i_h = i_hk * GROUP + g
         begin, listed = _column(row_offsets, i_b, i_h, i_n, at_b, at_h)
         p_entry = i_b.to(gl.int64) * row_b + i_h.to(gl.int64) * row_h + begin
         for j in range(listed * 2):
-            # the first and the second 64 rows of a block have a slot each
+            # the first and the second 64 rows of a block
             half = j % 2
             if not EVEN:
                 i_q = gl.load(rows + p_entry + j // 2)
                 size = gl.load(q_offsets + i_q + 1) - gl.load(q_offsets + i_q) - half * ROWS
-            mbarrier.wait(q_full.index(half), phase)
+            mbarrier.wait(q_full.index(slot), phase)
             if not EVEN:
-                _clear_rows(q_smem.index(half), size, D, ROWS)
+                _clear_rows(q_smem.index(slot), size, D, ROWS)
             # [ROWS kv, ROWS q]
-            b_s = warpgroup_mma(k_smem, q_smem.index(half).permute((1, 0)), b_zero, use_acc=False, is_async=True)
-            mbarrier.wait(do_full.index(half), phase)
+            b_s = warpgroup_mma(k_smem, q_smem.index(slot).permute((1, 0)), b_zero, use_acc=False, is_async=True)
+            mbarrier.wait(do_full.index(slot), phase)
             if not EVEN:
-                _clear_rows(do_smem.index(half), size, D, ROWS)
-            b_dp = warpgroup_mma(v_smem, do_smem.index(half).permute((1, 0)), b_zero, use_acc=False, is_async=True)
+                _clear_rows(do_smem.index(slot), size, D, ROWS)
+            b_dp = warpgroup_mma(v_smem, do_smem.index(slot).permute((1, 0)), b_zero, use_acc=False, is_async=True)
             # lse is +inf past the end of a block: p and ds are 0 there
-            b_lse = lse_smem.index(half).load(COLUMNS)
+            b_lse = lse_smem.index(slot).load(COLUMNS)
             b_s = warpgroup_mma_wait(1, deps=(b_s,))
             b_p = gl.exp2(b_s * factor - (b_lse * LOG2E)[None, :])
-            b_delta = delta_smem.index(half).load(COLUMNS)
+            b_delta = delta_smem.index(slot).load(COLUMNS)
             b_dp = warpgroup_mma_wait(0, deps=(b_dp,))
             b_ds = b_p * (b_dp - b_delta[None, :])
             if KEEP and not EVEN:
                 b_ds = _hide_rows(b_ds, kv_rows, S_LAYOUT)
             b_pa = gl.convert_layout(b_p.to(DTYPE), A_LAYOUT, assert_trivial=True)
             b_dsa = gl.convert_layout(b_ds.to(DTYPE), A_LAYOUT, assert_trivial=True)
-            b_next_dv = warpgroup_mma(b_pa, do_smem.index(half), b_dv, is_async=True)
-            b_next_dk = warpgroup_mma(b_dsa, q_smem.index(half), b_dk, is_async=True)
+            b_next_dv = warpgroup_mma(b_pa, do_smem.index(slot), b_dv, is_async=True)
+            b_next_dk = warpgroup_mma(b_dsa, q_smem.index(slot), b_dk, is_async=True)
             if KEEP:
                 ds_smem.index(WG * 2 + half).store(b_ds.to(DTYPE))
                 fence_async_shared()
@@ -139,14 +140,17 @@ def _add_up(
                 # the copy before has left the slot of the next ds
                 tma.store_wait(0)
             cta_barrier()
-            mbarrier.arrive(q_empty.index(half), count=1)
-            mbarrier.arrive(do_empty.index(half), count=1)
+            mbarrier.arrive(q_empty.index(slot), count=1)
+            mbarrier.arrive(do_empty.index(slot), count=1)
             if KEEP:
                 pair = ((i_b * H + i_h) * num_q + gl.load(rows + p_entry + j // 2)).to(gl.int64) * capacity
                 pair += gl.load(places + p_entry + j // 2)
                 row = (pair * BLOCK + WG * ROWS).to(gl.int32)
                 tma.async_copy_shared_to_global(workspace, [row, half * ROWS], ds_smem.index(WG * 2 + half))
-            phase ^= half
+            slot += 1
+            if slot == SLOTS:
+                slot = 0
+                phase ^= 1
     if KEEP:
         tma.store_wait(0)
     # each warpgroup's own half of k and v takes the results: nobody else reads it
@@ -161,7 +165,7 @@ def _copy(
     GROUP: gl.constexpr, D: gl.constexpr, EVEN: gl.constexpr,
 ):  # fmt: skip
     """A warp: copies the listed queries with their gradients and statistics, two tiles of 64 for each block."""
-    phase = 1
+    phase, slot = 1, 0
     for g in range(GROUP):
         i_h = i_hk * GROUP + g
         begin, listed = _column(row_offsets, i_b, i_h, i_n, at_b, at_h)
@@ -174,15 +178,18 @@ def _copy(
             else:
                 start = gl.load(q_offsets + i_q)
             row, line = i_b * L + start + half * ROWS, ((i_b * H + i_h) * num_q + i_q) * BLOCK + half * ROWS
-            mbarrier.wait(q_empty.index(half), phase)
-            mbarrier.expect(q_full.index(half), q.block_type.nbytes + 4 * ROWS)
-            tma.async_copy_global_to_shared(q, [row, i_h * D], q_full.index(half), q_smem.index(half))
-            tma.async_copy_global_to_shared(lse, [line], q_full.index(half), lse_smem.index(half))
-            mbarrier.wait(do_empty.index(half), phase)
-            mbarrier.expect(do_full.index(half), do.block_type.nbytes + 4 * ROWS)
-            tma.async_copy_global_to_shared(do, [row, i_h * D], do_full.index(half), do_smem.index(half))
-            tma.async_copy_global_to_shared(delta, [line], do_full.index(half), delta_smem.index(half))
-            phase ^= half
+            mbarrier.wait(q_empty.index(slot), phase)
+            mbarrier.expect(q_full.index(slot), q.block_type.nbytes + 4 * ROWS)
+            tma.async_copy_global_to_shared(q, [row, i_h * D], q_full.index(slot), q_smem.index(slot))
+            tma.async_copy_global_to_shared(lse, [line], q_full.index(slot), lse_smem.index(slot))
+            mbarrier.wait(do_empty.index(slot), phase)
+            mbarrier.expect(do_full.index(slot), do.block_type.nbytes + 4 * ROWS)
+            tma.async_copy_global_to_shared(do, [row, i_h * D], do_full.index(slot), do_smem.index(slot))
+            tma.async_copy_global_to_shared(delta, [line], do_full.index(slot), delta_smem.index(slot))
+            slot += 1
+            if slot == SLOTS:
+                slot = 0
+                phase ^= 1
 
 
 @gluon.jit(
@@ -207,19 +214,19 @@ def _hopper_dkv128_kernel(
 
     k_smem = gl.allocate_shared_memory(DTYPE, [2, ROWS, D], k.layout)
     v_smem = gl.allocate_shared_memory(DTYPE, [2, ROWS, D], v.layout)
-    q_smem = gl.allocate_shared_memory(DTYPE, [2, ROWS, D], q.layout)
-    do_smem = gl.allocate_shared_memory(DTYPE, [2, ROWS, D], do.layout)
+    q_smem = gl.allocate_shared_memory(DTYPE, [SLOTS, ROWS, D], q.layout)
+    do_smem = gl.allocate_shared_memory(DTYPE, [SLOTS, ROWS, D], do.layout)
     ds_smem = gl.allocate_shared_memory(DTYPE, [4, ROWS, ROWS], q.layout)
-    lse_smem = gl.allocate_shared_memory(gl.float32, [2, ROWS], LINE_LAYOUT)
-    delta_smem = gl.allocate_shared_memory(gl.float32, [2, ROWS], LINE_LAYOUT)
+    lse_smem = gl.allocate_shared_memory(gl.float32, [SLOTS, ROWS], LINE_LAYOUT)
+    delta_smem = gl.allocate_shared_memory(gl.float32, [SLOTS, ROWS], LINE_LAYOUT)
     kv_bars = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    q_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    do_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    q_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    do_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    q_full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    do_full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    q_empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    do_empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(2):
         mbarrier.init(kv_bars.index(i), count=1)
-    for i in gl.static_range(2):
+    for i in gl.static_range(SLOTS):
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(do_full.index(i), count=1)
         # both warpgroups leave a slot
