@@ -110,3 +110,28 @@ def test_nan_of_a_neighbour_stays_out_of_gradients_of_tile128(launch):
             tokens = slice(at[n], at[n + 1])
             for name in ("dk", "dv"):
                 assert torch.equal(actual[name][:, tokens, h], clean[name][:, tokens, h]), (name, n)
+
+
+@on_hopper
+def test_nan_of_a_key_reaches_only_queries_that_list_it_of_tile128(launch):
+    """Rows behind a short block are those of the next one: they are no part of it, whatever they hold."""
+    case = make_case(RAGGED, RAGGED, heads=2, kv_heads=2, head_dim=128, dtype=torch.bfloat16, device="cuda")
+    problem = listing(case, 2)
+    clean, at = run(problem, "triton"), case.kv_blocks.offsets.tolist()
+    # behind blocks of 1, 65 and 96 tokens
+    for bad in (2, 5, 6):
+        k, v, rows = case.k.clone(), case.v.clone(), slice(at[bad], at[bad + 1])
+        k[:, rows], v[:, rows] = torch.nan, torch.nan
+        actual = run(replace(problem, k=k, v=v), "triton")
+        for h in range(2):
+            lists = [set(row) for row in problem.index.kv_indices[0, h, :, :2].tolist()]
+            others = [n for n, row in enumerate(lists) if bad not in row]
+            assert others
+            reached = set().union(*(row for row in lists if bad in row))
+            for n in others:
+                tokens = slice(at[n], at[n + 1])
+                assert torch.equal(actual["dq"][:, tokens, h], clean["dq"][:, tokens, h]), (bad, n)
+            for n in set(range(len(RAGGED))) - reached:
+                tokens = slice(at[n], at[n + 1])
+                for name in ("dk", "dv"):
+                    assert torch.equal(actual[name][:, tokens, h], clean[name][:, tokens, h]), (bad, name, n)
