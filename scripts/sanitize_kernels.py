@@ -55,7 +55,9 @@ def problem(seed: int, at: torch.device) -> str:
     half = (torch.bfloat16, torch.float16) if at.type == "cuda" else ()
     dtype = rng.choice((*half, torch.float32))
     head_dim, group, kv_heads, batch = rng.choice([16, 32, 48, 64, 128]), rng.choice([1, 2, 3]), rng.choice([1, 2]), 2
-    largest = rng.choice([(64, 64), (64, 16), (128, 64), (128, 128), (100, 40)] if at.type == "cuda" else [(16, 16), (20, 9)])
+    largest = rng.choice(
+        [(64, 64), (64, 16), (128, 64), (128, 128), (100, 40)] if at.type == "cuda" else [(16, 16), (20, 9)]
+    )
     sizes = [[rng.choice([1, n, rng.randint(1, n)]) for _ in range(rng.randint(1, 6))] for n in largest]
     heads = group * kv_heads
     case = make_case(

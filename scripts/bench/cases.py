@@ -32,7 +32,7 @@ from .problems import SELECTION_SHAPES, Problem, Shape, pair_counts, problem
 from .residual_norm import check_residual, residual_norm
 from .selection import check_selection, selection
 from .step import TEXT_TOKENS, TrainingStep, attention_of, model_size
-from .timing import BACKWARD, FORWARD, Measured, Op, Setup, Skipped, against, breakdown, fast_sdpa, measure, say
+from .timing import BACKWARD, BOTH, FORWARD, Measured, Op, Setup, Skipped, against, breakdown, fast_sdpa, measure, say
 
 # most bytes of scores in memory at a time, as in the operator
 _SCORE_BYTES = 64 << 20
@@ -48,9 +48,7 @@ def fine(shape: Shape, setup: Setup) -> Measured:
     for backend in setup.backends:
         checks.check_measured(case, backend)
         ops.append(_ours(backend, p, backend, lambda backend=backend: attend(backend=backend)[0], leaves))
-        if backend == "triton":
-            ops.append(Op(name="triton: dk, dv", call=_kv_gradients(p), passes=(BACKWARD,), against=(), ahead=True))
-    return Measured(measure(ops, setup), skipped)
+    return Measured(measure([replace(op, passes=(FORWARD, BACKWARD, BOTH)) for op in ops], setup), skipped)
 
 
 def vsa(shape: Shape, setup: Setup) -> Measured:
@@ -228,20 +226,6 @@ def _ours(name: str, p: Problem, backend: str, call: Callable[[], Tensor], leave
         name=name, call=call, inputs=leaves, dout=p.case.dout, head_dim=p.shape.head_dim,
         pairs=pairs, executed=executed, products=7 if backend == "triton" else 5,
     )  # fmt: skip
-
-
-def _kv_gradients(p: Problem) -> Callable[[], Any]:
-    """The backward of k and v alone, with the transposed index."""
-    from vsa_kernels.block_sparse import triton_bwd, triton_fwd
-    from vsa_kernels.block_sparse.mask import BlockMask
-    from vsa_kernels.block_sparse.triton_tiles import Plan
-
-    case = p.case
-    q, k, v, dout, scale = case.q, case.k, case.v, case.dout, p.shape.head_dim**-0.5
-    mask = BlockMask(index=case.index, **case.blocks, kv_valid=None)
-    out, lse = triton_fwd.forward(q, k, v, mask, scale)
-    delta, plan = triton_bwd.delta(dout, out, lse, case.dlse), Plan.of("dkv", q, k, mask, False)
-    return partial(triton_bwd._run_dkv, dout, delta, lse, q, k, v, mask, scale, plan, (None, None))
 
 
 Pieces = dict[tuple[str, str], Callable[[], Any]]

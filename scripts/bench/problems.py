@@ -94,6 +94,24 @@ EXTRA_SHAPES = (
     Shape(name="wan14b-720p", grid_thw=(16, 60, 80), heads=40, head_dim=128, topk=120),
     # 80% sparse, as in the published distillation
     Shape(name="wan1.3b-distill", grid_thw=(16, 28, 52), heads=12, head_dim=128, topk=73),
+    # long rows; twice the tokens and half the tiles of what is listed in tiles of 128
+    Shape(name="76k-d128", grid_thw=(16, 60, 80), heads=12, head_dim=128, topk=120),
+    Shape(name="128k-d128", grid_thw=(32, 64, 64), heads=12, head_dim=128, topk=204),
+    Shape(name="220k-d128", grid_thw=(32, 72, 96), heads=10, head_dim=128, topk=128),
+    *(
+        Shape(name=f"{name}-t128", grid_thw=grid, heads=heads, head_dim=head_dim, topk=topk, tile_thw=(4, 4, 8))
+        for name, grid, heads, head_dim, topk in (
+            ("16k-d64", (16, 32, 32), 12, 64, 16),
+            ("16k-d128", (16, 32, 32), 12, 128, 16),
+            ("32k-d128", (32, 32, 32), 12, 128, 32),
+            ("76k-d128", (16, 60, 80), 12, 128, 60),
+            ("128k-d128", (32, 64, 64), 12, 128, 102),
+            ("220k-d128", (32, 72, 96), 10, 128, 64),
+            ("21x30x52", (21, 30, 52), 12, 128, 39),
+            ("21x45x80", (21, 45, 80), 12, 128, 90),
+            ("wan14b-720p", (16, 60, 80), 40, 128, 60),
+        )
+    ),
     # tiles of 128 tokens, like the blocks of DFSAttn
     Shape(name="wan14b-21x45x80", grid_thw=(21, 45, 80), tile_thw=(4, 8, 4), heads=40, head_dim=128, topk=177),
     # a quick test of the script on any device

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -119,16 +119,24 @@ class Op:
     warm_up: Callable[[], Any] | None = None
 
     def step(self, kind: str) -> None:
-        """Run one call of a pass."""
+        """Run one call of a pass; the first call of the backward alone runs the forward too."""
         if kind == BOTH:
             torch.autograd.grad(self.call(), self.inputs, self.dout, allow_unused=True)
+        elif kind == BACKWARD and self.inputs:
+            torch.autograd.grad(self.result, self.inputs, self.dout, retain_graph=True)
         else:
             with torch.no_grad():
                 self.call()
 
+    @cached_property
+    def result(self) -> Any:
+        """What `call` returns, kept for the backward alone."""
+        return self.call()
+
     def flops(self, kind: str) -> tuple[int, int]:
         """Executed and useful floating-point operations of a pass."""
-        useful_factor, executed_factor = (14, 4 + 2 * self.products) if kind == BOTH else (4, 4)
+        forward, backward = (4 if kind != BACKWARD else 0), (1 if kind != FORWARD else 0)
+        useful_factor, executed_factor = forward + 10 * backward, forward + 2 * self.products * backward
         return executed_factor * self.head_dim * self.executed, useful_factor * self.head_dim * self.pairs
 
 
