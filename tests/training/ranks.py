@@ -16,8 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import lightning.fabric.utilities.rank_zero as rank_zero
+import torch
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch.distributed import TCPStore
+
+# a forked process gets a new thread pool on first use, for which the threads of several GPUs would race (torch 2.11)
+os.register_at_fork(after_in_child=lambda: torch.set_num_threads(torch.get_num_threads()))
 
 
 def run_ranks(world: int, function: Callable[[int], Any], seconds: float = 200) -> list[Any]:
