@@ -264,13 +264,15 @@ def test_signals_and_lost_ranks_on_gpus(training: TinyTraining, attempt: int, tm
     """To the last rank: all save, or end in time and name it; forks use GPUs if this process has not."""
     number = (signal.SIGTERM, signal.SIGKILL, signal.SIGINT, signal.SIGSTOP)[attempt % 4]
     world, draw = torch.cuda.device_count(), random.Random(attempt)
-    settings = ("trainer=fsdp", "trainer.accelerator=gpu", f"data.batch_size={2 * world}", *LONG)
-    with Ranks(world, lambda _: training(*settings, *SOON), tmp_path / "printed") as ranks:
+    settings = ("trainer=fsdp", "trainer.accelerator=gpu", f"data.batch_size={2 * world}", *LONG, *SOON)
+    # kernels of the first validation may have to be compiled
+    settings = (*settings, f"trainer.strategy.timeout={2 * TIMEOUT}")
+    with Ranks(world, lambda _: training(*settings), tmp_path / "printed") as ranks:
         step = draw.randint(3, 40)
         assert wait_for(lambda: steps_of(training) >= step or ranks.ended(), 40), ranks.output()
         ranks.send(number, world - 1)
         frozen = world - 1 if number == signal.SIGSTOP else None
-        statuses = ranks.statuses(TIMEOUT + 10, without=frozen)
+        statuses = ranks.statuses(2 * TIMEOUT + 10, without=frozen)
         said = [ranks.output(rank) for rank in range(world - 1)]
     if number in (signal.SIGTERM, signal.SIGINT):
         assert statuses == [128 + number] + [0] * (world - 1), said[0][-2000:]
