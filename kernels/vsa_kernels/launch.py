@@ -8,12 +8,24 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 CONFIGS = Path(__file__).with_name("configs.json")
+
+
+def cdiv(a: int, b: int) -> int:
+    """a / b, rounded up. Triton's own takes microseconds on the host, where several of them precede each launch."""
+    return -(-a // b)
+
+
+def next_power_of_2(n: int) -> int:
+    """The smallest power of 2 that is at least n, for n of 1 or more."""
+    return 1 << (n - 1).bit_length()
 
 
 @functools.cache
@@ -54,8 +66,10 @@ def _table() -> dict[str, Any]:
     return json.loads(CONFIGS.read_text())
 
 
-# compiled kernel and its trailing constants; the key is everything that triton specialises a kernel on
-_compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
+# how to launch a compiled kernel, by everything that triton specialises it on
+_compiled: dict[tuple[Any, ...], Callable[[tuple[int, ...], tuple[Any, ...]], None]] = {}
+# far more than a run has, unless all its lengths differ
+_MOST_COMPILED = 1 << 14
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
@@ -71,28 +85,57 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
         args: run-time arguments of the kernel in order: tensors, descriptors, numbers, None.
         constants: constexprs of the kernel and options of the launch.
     """
-    device = next(x.get_device() for x in args if isinstance(x, torch.Tensor))
+    for x in args:
+        if isinstance(x, Tensor):
+            device = x.get_device()
+            break
     if device >= 0 and device != torch.cuda.current_device():
         with torch.cuda.device(device):
             return launch(kernel, grid, *args, **constants)
-    # constants by name, since two calls may order them differently; plain integers are most of the arguments and skip
-    # the call of `_kind`
-    key = (kernel.fn, device, *[x if type(x) is int else _kind(x) for x in args], frozenset(constants.items()))
-    entry = _compiled.get(key)
-    if entry is None:
-        compiled = kernel[grid](*args, **constants)
-        # interpreted kernels return nothing
-        if compiled is not None:
-            _compiled[key] = (compiled, tuple(constants[name] for name in kernel.arg_names[len(args) :]))
-    else:
-        compiled, rest = entry
-        compiled[(*grid, 1, 1)](*args, *rest)
+    # a call of a function for each argument would take as long as all the rest
+    kinds = [
+        x if type(x) is int or x is None else (x.dtype, x.data_ptr() & 15) if isinstance(x, Tensor) else _kind(x)
+        for x in args
+    ]
+    key = (kernel.fn, device, *kinds, *constants.items())
+    run = _compiled.get(key)
+    if run is None:
+        # by name, since two calls may order their constants differently
+        named = (kernel.fn, device, *kinds, frozenset(constants.items()))
+        run = _compiled.get(named)
+        if run is None:
+            compiled = kernel[grid](*args, **constants)
+            if len(_compiled) >= _MOST_COMPILED:
+                _compiled.clear()
+            # interpreted kernels return nothing
+            if compiled is not None:
+                rest = tuple(constants[name] for name in kernel.arg_names[len(args) :])
+                _compiled[key] = _compiled[named] = _runner(compiled, rest, device)
+            return
+        _compiled[key] = run
+    run(grid, args)
+
+
+def _runner(compiled: Any, rest: tuple[Any, ...], device: int) -> Callable[[tuple[int, ...], tuple[Any, ...]], None]:
+    """The launch of compiled code with trailing constants; without what triton prepares for hooks if there are none."""
+    from triton import knobs
+
+    # as `compiled[grid]` does, in the versions that this package allows
+    code, function, metadata, hooks = compiled.run, compiled.function, compiled.packed_metadata, knobs.runtime
+
+    def run(grid: tuple[int, ...], args: tuple[Any, ...]) -> None:
+        x, y, z, *_ = (*grid, 1, 1)
+        if hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:
+            compiled[x, y, z](*args, *rest)
+        else:
+            stream = torch._C._cuda_getCurrentRawStream(device)
+            code(x, y, z, stream, function, metadata, None, None, None, *args, *rest)
+
+    return run
 
 
 def _kind(x: Any) -> Any:
-    if isinstance(x, torch.Tensor):
-        return x.dtype, x.data_ptr() % 16
-    if isinstance(x, int) or x is None:
+    if isinstance(x, int):
         return x
     # descriptors by dtype and block shape; triton does not specialise on floats
     return (x.base.dtype, *x.block_shape) if hasattr(x, "block_shape") else float

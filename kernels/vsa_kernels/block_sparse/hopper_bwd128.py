@@ -36,7 +36,7 @@ from vsa_kernels.block_sparse.hopper_fwd128 import BLOCK, ROWS, _clear_rows, _de
 from vsa_kernels.block_sparse.mask import BlockMask
 from vsa_kernels.block_sparse.triton_index import TransposedIndex, long_first, transpose
 from vsa_kernels.block_sparse.triton_tiles import Tiles, pad_blocks, span, store_tile
-from vsa_kernels.launch import launch
+from vsa_kernels.launch import cdiv, launch
 
 SLOTS = gl.constexpr(3)
 LINE_LAYOUT = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1))
@@ -335,8 +335,8 @@ def backward(
 
 def _even_part(group: int, kv_heads: int, most: int) -> int:
     """Heads of a part: whole groups of a kv head, at most `most` heads, and parts of about one size."""
-    parts = triton.cdiv(kv_heads * group, most // group * group)
-    return triton.cdiv(kv_heads, parts) * group
+    parts = cdiv(kv_heads * group, most // group * group)
+    return cdiv(kv_heads, parts) * group
 
 
 def _slice_of(x: Tensor | None, at: tuple[slice, slice]) -> Tensor | None:

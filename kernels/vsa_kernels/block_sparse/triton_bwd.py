@@ -32,7 +32,7 @@ from vsa_kernels.block_sparse.triton_tiles import (
     span,
     store_tile,
 )
-from vsa_kernels.launch import launch
+from vsa_kernels.launch import cdiv, launch, next_power_of_2
 
 
 @triton.jit
@@ -248,9 +248,9 @@ def delta(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor) -> Tensor:
     # half as many rows when they are longer: with 64, ptxas spills registers for sm_100
     rows = 64 if D <= 128 and out.element_size() == 2 else 32
     launch(
-        _delta_kernel, (triton.cdiv(L, rows) * H, B),
+        _delta_kernel, (cdiv(L, rows) * H, B),
         dout, out, lse, dlse, result, *dout.stride()[:3], *out.stride()[:2], L, H,
-        D=D, BLOCK_D=max(16, triton.next_power_of_2(D)), BLOCK=rows, num_warps=4,
+        D=D, BLOCK_D=max(16, next_power_of_2(D)), BLOCK=rows, num_warps=4,
     )  # fmt: skip
     return result
 

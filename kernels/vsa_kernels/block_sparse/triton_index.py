@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vsa_kernels.launch import launch
+from vsa_kernels.launch import cdiv, launch
 
 # Entries of 32 rows that are read at a time (four warps), and columns per program (one warp).
 _BLOCK_K = 32
@@ -220,7 +220,7 @@ def transpose(
     lists, counts = kv_indices.contiguous(), kv_num_blocks.contiguous()
     first, mask_ids = (None if x is None else x.contiguous() for x in (first, mask_ids))
     B, H, Nq, capacity = lists.shape
-    groups, tiles = triton.cdiv(Nq, 32), triton.cdiv(num_kv_blocks, _BLOCK_N)
+    groups, tiles = cdiv(Nq, 32), cdiv(num_kv_blocks, _BLOCK_N)
     marks = lists.new_empty((B, H, groups, num_kv_blocks))
     column_counts = lists.new_empty((B, H, num_kv_blocks))
     row_offsets = lists.new_empty((B, H, num_kv_blocks + 1))
@@ -265,7 +265,7 @@ def long_first(columns: TransposedIndex, masked: TransposedIndex | None, batch: 
     order = offsets.new_empty(batch * heads // group * num_kv)
     at = (offsets.stride(d) if offsets.shape[d] > 1 else 0 for d in (0, 1))
     launch(
-        _order_kernel, (triton.cdiv(len(order), _BLOCK_ORDER),),
+        _order_kernel, (cdiv(len(order), _BLOCK_ORDER),),
         offsets, None if masked is None else masked.row_offsets, order, *at, batch, heads, num_kv,
         GROUP=group, FINE=masked is not None, BLOCK=_BLOCK_ORDER, num_warps=8,
     )  # fmt: skip

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor, int64, uint8
 
 from vsa_kernels.block_sparse.mask import BlockMask
-from vsa_kernels.launch import launch
+from vsa_kernels.launch import cdiv, launch
 
 # rows of a program, one warp
 _BLOCK_R = 32
@@ -62,9 +62,9 @@ def pack_words(bits: Tensor) -> Tensor:
         bits: bool `[M, rows, columns]`, True = attend; any strides.
     """
     masks, rows, columns = bits.shape
-    words = bits.new_empty((masks, triton.cdiv(columns, 64), rows), dtype=int64)
+    words = bits.new_empty((masks, cdiv(columns, 64), rows), dtype=int64)
     launch(
-        _pack_kernel, (masks * words.shape[1] * triton.cdiv(rows, _BLOCK_R),),
+        _pack_kernel, (masks * words.shape[1] * cdiv(rows, _BLOCK_R),),
         bits.view(uint8), words, rows, columns, *bits.stride(), BLOCK_R=_BLOCK_R, num_warps=1,
     )  # fmt: skip
     return words

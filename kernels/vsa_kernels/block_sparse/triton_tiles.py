@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from vsa_kernels.block_sparse.mask import BlockMask
-from vsa_kernels.launch import capability, config, launch
+from vsa_kernels.launch import capability, cdiv, config, launch, next_power_of_2
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -110,11 +110,11 @@ class Tiles(NamedTuple):
             largest: most rows of a tile.
         """
         if blocks is None:
-            return cls(largest, 1, largest, num_tokens % largest == 0, triton.cdiv(num_tokens, largest))
+            return cls(largest, 1, largest, num_tokens % largest == 0, cdiv(num_tokens, largest))
         num, most, least = blocks
-        block = max(16, min(largest, triton.next_power_of_2(most)))
+        block = max(16, min(largest, next_power_of_2(most)))
         even = most == least and most % block == 0
-        return cls(block, triton.cdiv(most, block), most if most == least else 0, even, num)
+        return cls(block, cdiv(most, block), most if most == least else 0, even, num)
 
 
 class Plan(NamedTuple):
@@ -162,7 +162,7 @@ def _plan(
     kv_tiles = Tiles.of(kv_blocks, S, options.pop("BLOCK_N"))
     describe = bool(options.pop("DESC", 0))
     constants: dict[str, Any] = {
-        "GROUP": group, "D": D, "BLOCK_D": max(16, triton.next_power_of_2(D)),
+        "GROUP": group, "D": D, "BLOCK_D": max(16, next_power_of_2(D)),
         "BLOCK_M": q_tiles.block, "Q_PARTS": q_tiles.parts, "Q_SIZE": q_tiles.size, "EVEN_Q": q_tiles.even,
         "BLOCK_N": kv_tiles.block, "KV_PARTS": kv_tiles.parts, "KV_SIZE": kv_tiles.size,
         "EVEN_KV": kv_tiles.even and not has_valid,
@@ -236,7 +236,7 @@ def pad_blocks(x: Tensor, tiles: Tiles, offsets: Tensor | None, valid: Tensor | 
     launch(
             _pad_kernel, (tiles.num * tiles.parts * H, B),
         x, padded, offsets, valid, *x.stride()[:3], padded.stride(0), padded.stride(1), L, H, tiles.num,
-        D=D, BLOCK_D=max(16, triton.next_power_of_2(D)), BLOCK=tiles.block, PARTS=tiles.parts, SIZE=tiles.size,
+        D=D, BLOCK_D=max(16, next_power_of_2(D)), BLOCK=tiles.block, PARTS=tiles.parts, SIZE=tiles.size,
         HAS_VALID=valid is not None, num_warps=4,
     )  # fmt: skip
     return padded

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from vsa_kernels.block_index import Blocks
 from vsa_kernels.block_sparse.triton_tiles import load_tile, rows_ready, span, store_tile
-from vsa_kernels.launch import launch
+from vsa_kernels.launch import cdiv, launch, next_power_of_2
 
 # most tokens and bytes of a tensor per step; a thread makes four 16-byte accesses to each tensor
 _TOKENS = 64
@@ -178,12 +178,12 @@ def combine_backward(
 
 def _constants(x: Tensor, q_blocks: Blocks) -> dict[str, Any]:
     head_dim, size = x.shape[3], x.element_size()
-    block_d = triton.next_power_of_2(head_dim)
-    block_t = min(_TOKENS, _STEP_BYTES // (block_d * size), triton.next_power_of_2(q_blocks.max_size))
+    block_d = next_power_of_2(head_dim)
+    block_t = min(_TOKENS, _STEP_BYTES // (block_d * size), next_power_of_2(q_blocks.max_size))
     uniform = q_blocks.max_size == q_blocks.min_size
     return {
         "D": head_dim, "BLOCK_D": block_d, "BLOCK_T": block_t,
-        "PARTS": triton.cdiv(q_blocks.max_size, block_t), "SIZE": q_blocks.max_size if uniform else 0,
+        "PARTS": cdiv(q_blocks.max_size, block_t), "SIZE": q_blocks.max_size if uniform else 0,
         "EVEN": uniform and q_blocks.max_size % block_t == 0,
         "num_warps": max(1, block_t * block_d * size // (32 * _THREAD_BYTES)),
         # limits registers, so that 16 warps run on a multiprocessor at a time

@@ -21,7 +21,7 @@ from torch import Tensor
 from vsa_kernels.block_index import Blocks
 from vsa_kernels.block_sparse.triton_tiles import LN2, LOG2E, is_flat
 from vsa_kernels.gathered.groups import TileGroups, full_entries
-from vsa_kernels.launch import capability, config, launch
+from vsa_kernels.launch import capability, cdiv, config, launch, next_power_of_2
 
 
 @triton.jit
@@ -153,14 +153,14 @@ def _run(
     num_groups, size = groups.members.shape[2:]
     options = config("gathered_fwd", D, q.dtype, q.device)
     rows = size * q_blocks.max_size
-    block = max(16, min(options.pop("BLOCK_M"), triton.next_power_of_2(rows)))
-    parts = triton.cdiv(rows, block)
+    block = max(16, min(options.pop("BLOCK_M"), next_power_of_2(rows)))
+    parts = cdiv(rows, block)
     launch(
         _gathered_fwd_kernel, (B * H * num_groups * parts,),
         q, k, v, out, lse, *lists, q_blocks.offsets, kv_blocks.offsets, scale,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:2],
         L, H, num_groups, groups.kv_indices.shape[-1],
-        GROUP=H // k.shape[2], D=D, BLOCK_D=max(16, triton.next_power_of_2(D)),
+        GROUP=H // k.shape[2], D=D, BLOCK_D=max(16, next_power_of_2(D)),
         BLOCK_M=block, Q_PARTS=parts, Q_SIZE=q_blocks.max_size, MEMBERS=size, KV_SIZE=kv_blocks.max_size,
         TILEWISE=groups.kv_members is not None, ORDERED=groups.order is not None, PRECISION="ieee", **options,
     )  # fmt: skip

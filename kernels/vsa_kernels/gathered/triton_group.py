@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vsa_kernels.launch import launch
+from vsa_kernels.launch import cdiv, launch, next_power_of_2
 
 _WORD = 32
 # above every rank
@@ -61,9 +61,9 @@ def group(mask: Tensor, size: int) -> Tensor:
     """Members int32 `[B, H, G, size]` of `group_tiles` from a bool mask `[B, H, Nq, Nkv]`."""
     B, H, num_q, _ = mask.shape
     words = pack_bits(mask).transpose(2, 3).contiguous()
-    num_groups = triton.cdiv(num_q, size)
+    num_groups = cdiv(num_q, size)
     members = words.new_empty((B, H, num_groups, size))
-    block = max(16, triton.next_power_of_2(num_q))
+    block = max(16, next_power_of_2(num_q))
     launch(
         _group_kernel, (B * H,), words, members, num_q, words.shape[2], num_groups,
         SIZE=size, BLOCK=block, num_warps=max(1, min(16, block // 128)),

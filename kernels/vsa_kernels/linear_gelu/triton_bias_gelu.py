@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vsa_kernels.launch import launch
+from vsa_kernels.launch import cdiv, launch
 from vsa_kernels.partial_sums import add_partials
 
 # half a warp has a row of a tile in 16-byte accesses of half precision
@@ -118,12 +118,12 @@ def _programs(x: Tensor) -> tuple[int, dict[str, int]]:
     """Number of programs for each block of columns, and the constants of a launch."""
     width = x.shape[-1]
     rows = x.numel() // width
-    share = max(rows * triton.cdiv(width, _COLUMNS) // _PROGRAMS, 1)
+    share = max(rows * cdiv(width, _COLUMNS) // _PROGRAMS, 1)
     each = min(max(1 << share.bit_length() - 1, _FEWEST_ROWS), _MOST_ROWS)
     constants = {"F": width, "ROWS": each, "TILE": _TILE_ROWS, "COLUMNS": _COLUMNS}
     constants |= {"STAGES": _STAGES, "num_warps": _WARPS}
-    return triton.cdiv(rows, each), constants
+    return cdiv(rows, each), constants
 
 
 def _grid(x: Tensor, programs: int) -> tuple[int]:
-    return (programs * triton.cdiv(x.shape[-1], _COLUMNS),)
+    return (programs * cdiv(x.shape[-1], _COLUMNS),)

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vsa_kernels.launch import launch
+from vsa_kernels.launch import cdiv, launch, next_power_of_2
 from vsa_kernels.partial_sums import add_partials
 
 # rows of a forward program, enough to reuse the weights
@@ -145,7 +145,7 @@ def forward(
     out = x.new_empty((B, L, num_heads, head_dim))
     rstd = x.new_empty((B, L), dtype=torch.float32)
     launch(
-        _norm_rope_kernel, (triton.cdiv(B * L, _ROWS),),
+        _norm_rope_kernel, (cdiv(B * L, _ROWS),),
         x, *_contiguous(weight, bias, cos, sin), out, rstd, B * L, L, *x.stride()[:2], eps,
         ROWS=_ROWS, BIASED=bias is not None, ROTATED=cos is not None,
         **_tile(num_heads, head_dim, x.dtype),
@@ -172,7 +172,7 @@ def backward(
     B, L, num_heads, head_dim = dout.shape
     C = num_heads * head_dim
     rows = min(max(1 << max(B * L // _PROGRAMS, 1).bit_length() - 1, _FEWEST_ROWS), _MOST_ROWS)
-    num = triton.cdiv(B * L, rows)
+    num = cdiv(B * L, rows)
     dx = x.new_empty(x.shape)
     partials = x.new_empty((1 if bias is None else 2, num, C), dtype=torch.float32)
     launch(
@@ -198,7 +198,7 @@ def _contiguous(*tensors: Tensor | None) -> list[Tensor | None]:
 
 def _tile(num_heads: int, head_dim: int, dtype: torch.dtype) -> dict[str, Any]:
     # constants of a launch: a row, and the warps that hold it
-    block_h, block_d = triton.next_power_of_2(num_heads), triton.next_power_of_2(head_dim)
+    block_h, block_d = next_power_of_2(num_heads), next_power_of_2(head_dim)
     row = block_h * block_d
     elements = _ELEMENTS if row <= 4096 else _LONG_ELEMENTS
     warps = min(max(row // (32 * elements), 1), 16)

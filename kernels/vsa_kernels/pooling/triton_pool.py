@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vsa_kernels.launch import launch
+from vsa_kernels.launch import cdiv, launch, next_power_of_2
 
 # Bytes of one token that a program reads: two warps of 16-byte accesses.
 _ROW_BYTES = 1024
@@ -189,7 +189,7 @@ def forward(xs: Sequence[Tensor], offsets: Tensor, max_size: int, min_size: int)
     heads = [x.shape[2] for x in xs]
     means = [x.new_empty((B, N, H, D), dtype=torch.float32) for x, H in zip(xs, heads, strict=True)]
     constants = _tile(max(heads), D, xs[0].dtype)
-    num_groups = sum(triton.cdiv(H, constants["HEADS"]) for H in heads)
+    num_groups = sum(cdiv(H, constants["HEADS"]) for H in heads)
     # an unused argument has no heads and hence no program
     spare = 3 - len(xs)
     strides = [x.stride()[:3] for x in xs]
@@ -231,8 +231,8 @@ def mean_and_similarity(
     similarity = x.new_empty((B, N, H), dtype=torch.float32)
     # a kernel never reads the pointer that replaces an absent center
     middle = means[:, 0] if center is None else center.contiguous()
-    block_d = triton.next_power_of_2(D)
-    block_t = max(min(triton.next_power_of_2(max_size), _TILE // block_d), 1)
+    block_d = next_power_of_2(D)
+    block_t = max(min(next_power_of_2(max_size), _TILE // block_d), 1)
     launch(
         _similarity_pool_kernel,
         (H * N, B),
@@ -274,7 +274,7 @@ def backward(
     constants = _tile(H, D, dtype)
     launch(
         _mean_pool_grad_kernel,
-        (triton.cdiv(H, constants["HEADS"]) * N, B),
+        (cdiv(H, constants["HEADS"]) * N, B),
         grad,
         dx,
         offsets,
@@ -289,8 +289,8 @@ def backward(
 
 def _tile(heads: int, head_dim: int, dtype: torch.dtype) -> dict[str, Any]:
     # constants of a launch: the heads that fill a row of a program, and the warps that read it in one instruction
-    block_d = triton.next_power_of_2(head_dim)
+    block_d = next_power_of_2(head_dim)
     fitting = max(_ROW_BYTES // (block_d * dtype.itemsize), 1)
-    num = min(triton.next_power_of_2(heads), fitting)
+    num = min(next_power_of_2(heads), fitting)
     warps = min(max(num * block_d * dtype.itemsize // 512, 1), 4)
     return {"D": head_dim, "BLOCK_D": block_d, "HEADS": num, "BLOCK_T": _BLOCK_T, "num_warps": warps}

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vsa_kernels.launch import launch
+from vsa_kernels.launch import cdiv, launch
 from vsa_kernels.partial_sums import add_partials
 
 # half a warp has a row of a tile in 16-byte accesses of half precision
@@ -152,11 +152,11 @@ def _row_ready(gate: Tensor) -> Tensor:
 def _programs(x: Tensor) -> tuple[int, dict[str, Any]]:
     """Number of programs for each sample and block of columns, and the constants of a launch."""
     B, L, C = x.shape
-    share = max(B * L * triton.cdiv(C, _COLUMNS) // _PROGRAMS, 1)
+    share = max(B * L * cdiv(C, _COLUMNS) // _PROGRAMS, 1)
     rows = min(max(1 << share.bit_length() - 1, _FEWEST_ROWS), _MOST_ROWS)
     constants = {"C": C, "ROWS": rows, "TILE": _TILE_ROWS, "COLUMNS": _COLUMNS}
-    return triton.cdiv(L, rows), constants | {"STAGES": _STAGES, "num_warps": _WARPS}
+    return cdiv(L, rows), constants | {"STAGES": _STAGES, "num_warps": _WARPS}
 
 
 def _grid(x: Tensor, programs: int) -> tuple[int]:
-    return (x.shape[0] * programs * triton.cdiv(x.shape[2], _COLUMNS),)
+    return (x.shape[0] * programs * cdiv(x.shape[2], _COLUMNS),)

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vsa_kernels.launch import capability, launch
+from vsa_kernels.launch import capability, cdiv, launch, next_power_of_2
 from vsa_kernels.partial_sums import add_partials
 
 # rows of a forward program, enough to reuse the parameters
@@ -150,7 +150,7 @@ def forward(
     norm = x.new_empty(x.shape)
     mean, rstd = (x.new_empty((B, L), dtype=torch.float32) for _ in range(2))
     launch(
-        _residual_norm_kernel, (triton.cdiv(L, _ROWS) * B,),
+        _residual_norm_kernel, (cdiv(L, _ROWS) * B,),
         x, update, update_bias, gate, weight, bias, total, norm, mean, rstd, L,
         *x.stride()[:2], *_strides(update), _per_sample(gate), _per_sample(weight), _per_sample(bias), eps,
         ROWS=_ROWS, UPDATED=update is not None, BIASED=update_bias is not None, GATED=gate is not None,
@@ -184,7 +184,7 @@ def backward(
     B, L, C = total.shape
     share = max(B * L // _PROGRAMS, 1)
     rows = min(max(1 << share.bit_length() - 1, _FEWEST_ROWS), _MOST_ROWS)
-    programs = triton.cdiv(L, rows)
+    programs = cdiv(L, rows)
     gated, gate_summed, biased, summed = (p is not None for p in (gate, update, update_bias, bias))
     dx, dupdate = total.new_empty(total.shape), total.new_empty(total.shape if gated else (0,))
     sums, gate_sums, update_sums = (
@@ -228,11 +228,11 @@ def _per_sample(parameter: Tensor | None) -> int:
 def _stages(x: Tensor, tensors: int) -> int:
     # stages of a pipeline over rows of several tensors like x, as far as a program's shared memory holds them
     limit = (160 if capability(x.device) in ((8, 0), (9, 0), (10, 0)) else 96) << 10
-    row = triton.next_power_of_2(x.shape[-1]) * x.dtype.itemsize
+    row = next_power_of_2(x.shape[-1]) * x.dtype.itemsize
     return _STAGES if (_STAGES - 1) * tensors * row <= limit else 1
 
 
 def _tile(channels: int, elements: int) -> dict[str, Any]:
     # constants of a launch: a row, and the warps that hold it
-    block = triton.next_power_of_2(channels)
+    block = next_power_of_2(channels)
     return {"C": channels, "BLOCK": block, "num_warps": min(max(block // (32 * elements), 1), 16)}

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vsa_kernels.launch import launch
+from vsa_kernels.launch import cdiv, launch
 
 _BLOCK = 64
 _BLOCK_D = 32
@@ -61,7 +61,7 @@ def scores(q_mean: Tensor, k_mean: Tensor, scale: float, first: int, count: int,
     num_kv, Hkv = k_mean.shape[1:3]
     out = q_mean.new_empty((count, num_q, num_kv))
     launch(
-        _scores_kernel, (count * triton.cdiv(num_q, _BLOCK) * triton.cdiv(num_kv, _BLOCK),),
+        _scores_kernel, (count * cdiv(num_q, _BLOCK) * cdiv(num_kv, _BLOCK),),
         q_mean, k_mean, out, scale, first, H, num_q, num_kv,
         GROUP=H // Hkv, D=D, BLOCK_M=_BLOCK, BLOCK_N=_BLOCK, BLOCK_D=_BLOCK_D, PRECISION=precision,
         num_warps=4, num_stages=3,

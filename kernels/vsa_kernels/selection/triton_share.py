@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vsa_kernels.launch import launch
+from vsa_kernels.launch import launch, next_power_of_2
 from vsa_kernels.selection import reference, weights
 from vsa_kernels.selection.op import MAX_SHARE_COLUMNS, unsupported
 from vsa_kernels.selection.triton_keys import key_value, value_keys
@@ -258,7 +258,7 @@ def _mask(mask: Tensor, scores: Tensor) -> Tensor:
 def _tile(num_kv: int) -> dict[str, Any]:
     # constants of a launch; a key and its weight take two registers. Steps over the range of values leave about one
     # score, before the steps over the keys begin
-    width = max(triton.next_power_of_2(num_kv), 32)
+    width = max(next_power_of_2(num_kv), 32)
     # more rows at a time hide the waits of each, so registers are kept few: 16 entries per thread, until barriers
     # between more warps would cost more than they save (measured on an H200)
     warps = min(max(width // 512, 1), 4 if width < 8192 else 8)

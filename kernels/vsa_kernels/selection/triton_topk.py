@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vsa_kernels.launch import launch
+from vsa_kernels.launch import launch, next_power_of_2
 from vsa_kernels.selection import reference
 from vsa_kernels.selection.op import unsupported
 from vsa_kernels.selection.triton_keys import key_value, value_keys
@@ -235,8 +235,8 @@ def select(
 
 def _tile(num_kv: int) -> dict[str, Any]:
     # constants of a launch: two tiles where their total width is below that of one; a thread has at least one column
-    whole = max(triton.next_power_of_2(num_kv), 32)
-    rest = max(triton.next_power_of_2(num_kv - whole // 2), 32)
+    whole = max(next_power_of_2(num_kv), 32)
+    rest = max(next_power_of_2(num_kv - whole // 2), 32)
     split = rest < whole // 2
     width = whole // 2 + rest if split else whole
     return {

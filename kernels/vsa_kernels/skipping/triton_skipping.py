@@ -16,7 +16,7 @@ from torch import Tensor
 from vsa_kernels.block_index import BlockIndex, Blocks
 from vsa_kernels.block_sparse.mask import BlockMask
 from vsa_kernels.block_sparse.triton_tiles import LOG2E, Tiles, lists_of, load_tile, rows_ready, span, store_tile
-from vsa_kernels.launch import launch
+from vsa_kernels.launch import launch, next_power_of_2
 
 
 @triton.jit(do_not_specialize=["idx_b", "idx_h", "idx_n", "num_b", "num_h", "L", "S", "H", "num_q"])
@@ -99,14 +99,14 @@ def forward(
     lists, list_at = lists_of(mask)
     sizes = [(x.num, x.max_size, x.min_size) for x in (q_blocks, kv_blocks)]
     # tiles of whole blocks, since a slice skips a block and not a part of it
-    whole = [max(16, triton.next_power_of_2(largest)) for _, largest, _ in sizes]
+    whole = [max(16, next_power_of_2(largest)) for _, largest, _ in sizes]
     rows, columns = Tiles.of(sizes[0], L, whole[0]), Tiles.of(sizes[1], k.shape[1], whole[1])
     block_m = max(rows.block, slice_rows)
     launch(
         _skipping_kernel, (q_blocks.num * B * H,),
         q, k, v, out, skipped, *lists, q_blocks.offsets, kv_blocks.offsets, thresholds.contiguous(), scale,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:2], *list_at, L, k.shape[1], H, rows.num,
-        GROUP=H // k.shape[2], D=D, BLOCK_D=max(16, triton.next_power_of_2(D)),
+        GROUP=H // k.shape[2], D=D, BLOCK_D=max(16, next_power_of_2(D)),
         BLOCK_M=block_m, Q_SIZE=rows.size, EVEN_Q=rows.even and block_m == rows.block,
         BLOCK_N=columns.block, KV_SIZE=columns.size, EVEN_KV=columns.even,
         SLICE=slice_rows, KEEPS_SUM=keeps_sum, PRECISION="ieee",
