@@ -237,11 +237,13 @@ def test_streams_change_no_file(attempt, shards, run_folders, tmp_path):
     streams, command = STREAMS[attempt % len(STREAMS)], COMMANDS[attempt // len(STREAMS) % len(COMMANDS)]
     words = command.replace("RUN", str(run)).replace("SET", str(shards))
     line = f'"{sys.executable}" -m vsa.cli {words.replace("[", chr(92) + "[")} {streams}; exit ${{PIPESTATUS[0]}}'
-    result = subprocess.run(["bash", "-c", line], cwd=tmp_path, env=environment(), capture_output=True, text=True)
+    # the first byte alone may be no character
+    as_text = {"capture_output": True, "text": True, "errors": "replace"}
+    result = subprocess.run(["bash", "-c", line], cwd=tmp_path, env=environment(), **as_text)
     assert "Traceback" not in result.stdout + result.stderr
-    # a command that prints its result says that it was lost; one that writes files has written them
+    # a command that prints its result says that it was lost, a training goes on
     assert result.returncode in (0, 141, 28), result.stderr
-    assert command.startswith(("config", "tiles", "check")) or result.returncode == 0, result.stderr
+    assert not command.startswith("train") or result.returncode == 0, result.stderr
     assert (run / "report.html").exists() == command.startswith("report")
     saved = tmp_path / "outputs" / "pretrain" / "default" / "run.json"
     assert saved.exists() == command.startswith("train")

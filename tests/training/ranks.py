@@ -124,9 +124,9 @@ class Ranks:
             os.dup2(file.fileno(), 1)
             os.dup2(file.fileno(), 2)
         sys.stdout, sys.stderr = os.fdopen(1, "w", 1, closefd=False), os.fdopen(2, "w", 1, closefd=False)
-        for name in ("lightning.pytorch", "lightning.fabric"):
-            # those of the parent write to its own streams
-            logging.getLogger(name).handlers = [logging.StreamHandler(sys.stderr)]
+        # those of the parent write to its own streams, or a second time to these
+        for name, handlers in (("", 0), ("lightning", 0), ("lightning.pytorch", 1), ("lightning.fabric", 1)):
+            logging.getLogger(name).handlers = [logging.StreamHandler(sys.stderr)] * handlers
         for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM):
             signal.signal(number, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)

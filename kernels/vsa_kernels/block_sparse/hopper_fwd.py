@@ -160,11 +160,21 @@ def _hopper_fwd_kernel(
     gl.store(p_out + o_r[:, None] * (H * D) + o_d[None, :], b_out)
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scale: float) -> tuple[Tensor, Tensor]:
-    """Outputs `[B, L, H, D]` and lse `[B, H, L]` of `block_sparse_attn`, if `triton_fwd._suits_tiles_of_64` holds."""
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scale: float, into: tuple[Tensor, Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
+    """Outputs `[B, L, H, D]` and lse `[B, H, L]` of `block_sparse_attn`, if `triton_fwd._suits_tiles_of_64` holds.
+
+    Args:
+        q: see `block_sparse_attn`, like k, v and scale.
+        k: see q.
+        v: see q.
+        mask: selected blocks.
+        scale: see q.
+        into: tensors to write out and lse to.
+    """
     B, L, H, D = q.shape
-    out = q.new_empty((B, L, H, D))
-    lse = q.new_empty((B, H, L), dtype=torch.float32)
+    out, lse = into or (q.new_empty((B, L, H, D)), q.new_empty((B, H, L), dtype=torch.float32))
     lists, list_at = lists_of(mask)
     num_q, size = mask.q_blocks.num, mask.q_blocks.max_size
     options = config("hopper_fwd" if size % (2 * ROWS.value) else "hopper_fwd_wide", D, q.dtype, q.device)

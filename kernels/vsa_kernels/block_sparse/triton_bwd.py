@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vsa_kernels.block_sparse import triton_fwd
+from vsa_kernels.block_sparse import ranges, triton_fwd
 from vsa_kernels.block_sparse.mask import BlockMask
 from vsa_kernels.block_sparse.triton_index import long_first, transpose
 from vsa_kernels.block_sparse.triton_masks import fine_of, hide, load_words, pack_words
@@ -309,7 +309,13 @@ def _run(
             dout, delta, lse, q, k, v, mask, scale, shares,
             lambda: _run_dq(dout, delta, lse, q, k, v, mask, scale, Plan.of("dq", q, k, mask, half), shares[0]),
         )  # fmt: skip
-    dq = _run_dq(dout, delta, lse, q, k, v, mask, scale, Plan.of(f"{stage}dq", q, k, mask, half), shares[0])
+
+    def run_dq(part: BlockMask | None, shared: bool = True) -> Tensor:
+        plan, share = Plan.of(f"{stage}dq", q, k, mask, half), shares[0] if shared else None
+        return _run_dq(dout, delta, lse, q, k, v, part, scale, plan, share)
+
+    long = mask is not None and triton_fwd.suits_ranges(q, k, v, mask)
+    dq = ranges.dq(run_dq, k, mask) if long else run_dq(mask)
     dk, dv = _run_dkv(dout, delta, lse, q, k, v, mask, scale, Plan.of(f"{stage}dkv", q, k, mask, half), shares[1:])
     return dq, dk, dv
 

@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from vsa_kernels.block_sparse.mask import BlockMask
+from vsa_kernels.block_sparse.ranges import ranges_of
 from vsa_kernels.block_sparse.triton_masks import fine_of, hide, load_words
 from vsa_kernels.block_sparse.triton_tiles import (
     LN2,
@@ -153,11 +154,16 @@ def _suits_tiles_of_64(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> bool
     )
 
 
+def suits_ranges(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> bool:
+    return mask.kv_blocks.max_size == 64 and ranges_of(k) > 1 and _suits_tiles_of_64(q, k, v, mask)
+
+
 def suits_tiles_of_128(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> bool:
     return all(64 < x.max_size <= 128 for x in (mask.q_blocks, mask.kv_blocks)) and _suits_hopper(q, k, v, mask)
 
 
 OF_HOPPER: tuple[tuple[Callable[..., bool], str], ...] = (
+    (suits_ranges, "vsa_kernels.block_sparse.ranges"),
     (_suits_tiles_of_64, "vsa_kernels.block_sparse.hopper_fwd"),
     (suits_tiles_of_128, "vsa_kernels.block_sparse.hopper_fwd128"),
 )
