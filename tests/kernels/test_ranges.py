@@ -64,7 +64,8 @@ def test_triton_ranges_are_pieces_of_lists(in_ranges, triton_device):
 
 def test_triton_ranges_miss_nothing(in_ranges, triton_device):
     """The control: attention over two of three ranges is wrong."""
-    case = listing(make_case([64] * 3, [64] * 9, heads=2, head_dim=64, device=triton_device), 6)
+    dtype = torch.float32 if INTERPRETED else torch.bfloat16
+    case = listing(make_case([64] * 3, [64] * 9, heads=2, head_dim=64, dtype=dtype, device=triton_device), 6)
     from vsa_kernels.block_sparse import ranges
 
     def short(index, num_kv, parts):
@@ -79,6 +80,6 @@ def test_triton_ranges_miss_nothing(in_ranges, triton_device):
 def test_ranges_follow_the_cache():
     from vsa_kernels.block_sparse.ranges import ranges_of
 
-    rows = {76_800: 1, 98_304: 1, 131_072: 2, 221_184: 4}
+    rows = {76_800: 1, 98_304: 1, 131_072: 2, 221_184: 3}
     for tokens, ranges in rows.items():
         assert ranges_of(torch.empty((1, tokens, 1, 128), dtype=torch.bfloat16, device="meta")) == ranges

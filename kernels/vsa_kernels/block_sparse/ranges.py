@@ -22,7 +22,7 @@ from vsa_kernels.launch import launch
 
 FITS = 48 << 20
 """Bytes of keys and values of a head up to which one range is fastest."""
-RANGE = 32 << 20
+RANGE = 36 << 20
 """Most bytes of keys and values of a head in one of several ranges."""
 
 
