@@ -15,6 +15,7 @@ from vsa_kernels.block_index import packed
 from vsa_kernels.block_sparse import gather, reference
 from vsa_kernels.block_sparse.mask import BlockMask
 from vsa_kernels.modes import without_autocast
+from vsa_kernels.registration import define_op, register_autograd
 
 # backends in plain tensor code; torch.autocast has to be off inside them
 _PLAIN = {"reference": reference, "gather": gather}
@@ -31,7 +32,7 @@ def lse_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-@torch.library.custom_op("vsa_kernels::block_sparse_fwd", mutates_args=(), schema=f"({_CALL}) -> (Tensor, Tensor)")
+@define_op("block_sparse_fwd", f"({_CALL}) -> (Tensor, Tensor)")
 def block_sparse_fwd(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     *flat, scale, backend = rest
     mask = BlockMask.unflatten(flat)
@@ -50,7 +51,7 @@ def _outputs_like(q: Tensor, *_args: Any) -> tuple[Tensor, Tensor]:
     return q.new_empty((B, L, H, D)), q.new_empty((B, H, L), dtype=lse_dtype(q.dtype))
 
 
-block_sparse_fwd.register_fake(_outputs_like)
+torch.library.register_fake(block_sparse_fwd, _outputs_like)
 
 
 @torch.library.custom_op(
@@ -102,7 +103,7 @@ def _backward(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]
     return (*grads, *(None for _ in inputs[3:]))
 
 
-block_sparse_fwd.register_autograd(_backward, setup_context=_setup_context)
+register_autograd(block_sparse_fwd, _backward, _setup_context)
 
 
 def _matmul_flops(q_shape: Any, k_shape: Any, mask: tuple[Any, ...]) -> int:

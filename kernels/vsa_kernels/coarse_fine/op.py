@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from vsa_kernels.block_index import Blocks
+from vsa_kernels.registration import define_op, register_autograd
 
 _CALL = (
     "Tensor q, Tensor k, Tensor v, Tensor gate_coarse, Tensor? gate_fine, "
@@ -87,7 +88,7 @@ class Saved(NamedTuple):
 _OUTPUTS = f"({', '.join(['Tensor'] * (1 + len(Saved._fields)))})"
 
 
-@torch.library.custom_op("vsa_kernels::coarse_fine_fwd", mutates_args=(), schema=f"({_CALL}) -> {_OUTPUTS}")
+@define_op("coarse_fine_fwd", f"({_CALL}) -> {_OUTPUTS}")
 def coarse_fine_fwd(*args: Any) -> tuple[Tensor, ...]:
     """out `[B, L, H, D]`, then the fields of `Saved`, from the fields of `Call`."""
     from vsa_kernels.coarse_fine import triton_op
@@ -96,7 +97,7 @@ def coarse_fine_fwd(*args: Any) -> tuple[Tensor, ...]:
     return triton_op.forward(call) if call.q.shape[0] else _outputs_like(*args)
 
 
-@coarse_fine_fwd.register_fake
+@torch.library.register_fake(coarse_fine_fwd)
 def _outputs_like(*args: Any) -> tuple[Tensor, ...]:
     call = Call(*args)
     q, k = call.q, call.k
@@ -160,7 +161,7 @@ def _backward(ctx: Any, dout: Tensor | None, *_: Any) -> tuple[Tensor | None, ..
     return *grads, *(None for _ in Call._fields[len(grads) :])
 
 
-coarse_fine_fwd.register_autograd(_backward, setup_context=_setup_context)
+register_autograd(coarse_fine_fwd, _backward, _setup_context)
 
 
 def _matmul_flops(call: Call) -> int:
