@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from vsa_kernels.block_index import BlockIndex, Blocks
-from vsa_kernels.block_sparse import block_sparse_attn
+from vsa_kernels.block_sparse import block_sparse_attn, block_sparse_attn_backward, merge_attn
 from vsa_kernels.coarse_fine import CoarseFineOutput, coarse_fine_attn
 from vsa_kernels.compile_cache import tag_caches
 from vsa_kernels.gathered import TileGroups, gathered_attn, group_tiles, longest_first
@@ -24,6 +24,7 @@ __all__ = [
     "block_mean_and_similarity",
     "block_mean_pool",
     "block_sparse_attn",
+    "block_sparse_attn_backward",
     "coarse_fine_attn",
     "gated_residual",
     "gathered_attn",
@@ -31,6 +32,7 @@ __all__ = [
     "linear_gelu",
     "longest_first",
     "mean_scores",
+    "merge_attn",
     "norm_rope",
     "residual_norm",
     "select_share",

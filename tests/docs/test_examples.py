@@ -38,7 +38,7 @@ def test_examples_import_what_there_is(body):
 
 
 def test_the_kernels_alone():
-    whole, own = in_page("kernels.md")
+    whole, own, parts = in_page("kernels.md")
     scope: dict = {}
     exec(whole, scope)
     assert scope["result"].out.shape == (1, 1024, 12, 64)
@@ -55,6 +55,13 @@ def test_the_kernels_alone():
     torch.testing.assert_close(scope["out"].transpose(1, 2), dense[0])
     # control
     assert not torch.allclose(scope["out"].transpose(1, 2), dense[1])
+    exec(parts, scope)
+    q, k, v = (scope[name].transpose(1, 2).requires_grad_() for name in ("q", "k", "v"))
+    out = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+    torch.testing.assert_close(scope["out"].transpose(1, 2), out)
+    expected = torch.autograd.grad(out, (q, k, v), scope["dout"].transpose(1, 2))
+    for name, grad in zip(("dq", "dk", "dv"), expected, strict=True):
+        torch.testing.assert_close(scope[name].transpose(1, 2), grad)
 
 
 def test_the_house_has_the_floors_of_the_layers():

@@ -7,8 +7,8 @@ import itertools
 import torch
 from torch import Tensor
 
-from vsa_kernels.block_sparse.mask import BlockMask
-from vsa_kernels.checks import check_device
+from vsa_kernels.block_sparse.mask import BlockMask, lse_dtype
+from vsa_kernels.checks import check_device, has_sizes
 
 
 def check_mask(q: Tensor, mask: BlockMask) -> None:
@@ -47,6 +47,30 @@ def check_mask(q: Tensor, mask: BlockMask) -> None:
     if bits.dtype != torch.bool or tuple(bits.shape[1:]) != tile or not bits.shape[0]:
         raise ValueError(f"mask_bits must be bool [M, {tile[0]}, {tile[1]}], got {bits.dtype} {list(bits.shape)}")
     check_device("mask_bits", bits, "q", q)
+
+
+def check_outputs(q: Tensor, dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None) -> None:
+    """Check shapes, dtypes and devices of outputs of attention with queries q `[B, L, H, D]`, and of their gradients.
+
+    Args:
+        q: queries.
+        dout: `[B, L, H, D]` in q's dtype.
+        out: `[B, L, H, D]` in q's dtype or that of lse.
+        lse: `[B, H, L]` in `lse_dtype`.
+        dlse: like lse, or None.
+    """
+    B, L, H, D = q.shape
+    wide = lse_dtype(q.dtype)
+    for name, x, sizes, dtypes in (
+        ("dout", dout, [B, L, H, D], [q.dtype]),
+        ("out", out, [B, L, H, D], [q.dtype, wide]),
+        ("lse", lse, [B, H, L], [wide]),
+        ("dlse", dlse, [B, H, L], [wide]),
+    ):
+        if x is not None and (not has_sizes(x, sizes) or x.dtype not in dtypes):
+            expected = " or ".join(map(str, dict.fromkeys(dtypes)))
+            raise ValueError(f"{name} must be {expected} {sizes} for q, got {x.dtype} {list(x.shape)}")
+        check_device(name, x, "q", q)
 
 
 def check_mask_values(mask: BlockMask, num_q: int, num_kv: int) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from vsa_kernels.block_index import BlockIndex, Blocks, token_places
@@ -56,3 +57,8 @@ def existing(x: Tensor, mask: BlockMask) -> Tensor:
         return x
     block, place = token_places(mask.kv_blocks, x.shape[1])
     return x.masked_fill((place >= mask.kv_valid[:, block])[..., None, None], 0)
+
+
+def lse_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Dtype of the lse of tokens of a dtype."""
+    return torch.float64 if dtype == torch.float64 else torch.float32

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from vsa_kernels.block_index import packed
 from vsa_kernels.block_sparse import gather, reference
-from vsa_kernels.block_sparse.mask import BlockMask
+from vsa_kernels.block_sparse.mask import BlockMask, lse_dtype
 from vsa_kernels.modes import without_autocast
 from vsa_kernels.registration import define_op, register_autograd
 
@@ -26,10 +26,6 @@ _CALL = (
     "SymInt? max_blocks, SymInt? min_blocks, Tensor q_offsets, SymInt q_max, SymInt q_min, "
     "Tensor kv_offsets, SymInt kv_max, SymInt kv_min, Tensor? kv_valid, float scale, str backend"
 )
-
-
-def lse_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 @define_op("block_sparse_fwd", f"({_CALL}) -> (Tensor, Tensor)")

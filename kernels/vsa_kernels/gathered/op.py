@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from vsa_kernels.block_index import Blocks
-from vsa_kernels.block_sparse.op import lse_dtype
+from vsa_kernels.block_sparse.mask import lse_dtype
 from vsa_kernels.gathered import reference
 from vsa_kernels.gathered.groups import TileGroups
 from vsa_kernels.modes import without_autocast
