@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from vsa_kernels.block_index import BlockIndex, Blocks
-from vsa_kernels.block_sparse import block_sparse_attn, block_sparse_attn_backward, merge_attn
+from vsa_kernels.block_sparse import block_sparse_attn, block_sparse_attn_backward, block_sparse_kernels, merge_attn
 from vsa_kernels.coarse_fine import CoarseFineOutput, coarse_fine_attn
 from vsa_kernels.compile_cache import tag_caches
 from vsa_kernels.gathered import TileGroups, gathered_attn, group_tiles, longest_first
@@ -15,6 +15,7 @@ from vsa_kernels.pooling import block_mean_and_similarity, block_mean_pool
 from vsa_kernels.residual_norm import gated_residual, residual_norm
 from vsa_kernels.selection import mean_scores, select_share, select_topk
 from vsa_kernels.skipping import skipping_attn
+from vsa_kernels.workspace import set_workspace_limit, workspace_limit
 
 __all__ = [
     "BlockIndex",
@@ -25,6 +26,7 @@ __all__ = [
     "block_mean_pool",
     "block_sparse_attn",
     "block_sparse_attn_backward",
+    "block_sparse_kernels",
     "coarse_fine_attn",
     "gated_residual",
     "gathered_attn",
@@ -37,7 +39,9 @@ __all__ = [
     "residual_norm",
     "select_share",
     "select_topk",
+    "set_workspace_limit",
     "skipping_attn",
+    "workspace_limit",
 ]
 
 tag_caches(Path(__file__).parent)

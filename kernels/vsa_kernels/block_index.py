@@ -24,6 +24,19 @@ def packed(x: Tensor) -> Tensor:
     return once.contiguous().expand(x.shape)
 
 
+def is_flat(x: Tensor) -> bool:
+    """Whether a descriptor can address x `[B, L, H, D]` as `[B * L, H * D]`: heads side by side, rows of 16 bytes."""
+    B, L, _, D = x.shape
+    return (
+        x.stride(3) == 1
+        and x.stride(2) == D
+        and x.stride(1) > 0
+        and (B == 1 or x.stride(0) == L * x.stride(1))
+        and x.stride(1) * x.element_size() % 16 == 0
+        and x.data_ptr() % 16 == 0
+    )
+
+
 def pack(values: Any, *names: str) -> None:
     """Apply `packed` to the named tensors of a frozen dataclass, in its `__post_init__`; most are packed already."""
     for name in names:

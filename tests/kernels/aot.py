@@ -214,15 +214,14 @@ class Problem:
 
 def fine(p: Problem) -> None:
     """The fine stage, forward and backward, with and without the gradients of the means."""
-    from vsa_kernels.block_sparse import triton_bwd, triton_fwd
+    from vsa_kernels.block_sparse import dispatch, triton_bwd
 
     mask, kv_heads = p.mask(), p.heads // p.group
     q, k, v = p.tokens(mask.q_blocks, p.heads), *(p.tokens(mask.kv_blocks, kv_heads) for _ in range(2))
-    out, lse = triton_fwd.forward(q, k, v, mask, 0.1)
-    shares = {"q_share": p.means(p.heads), "k_share": p.means(kv_heads), "v_share": p.means(kv_heads)}
+    out, lse = dispatch.forward(q, k, v, mask, 0.1)
     delta = triton_bwd.delta(out, out, lse, lse)
-    for share in ({}, shares):
-        triton_bwd.backward(out, delta, lse, q, k, v, mask, 0.1, **share)
+    for shares in (dispatch.NO_SHARES, (p.means(p.heads), p.means(kv_heads), p.means(kv_heads))):
+        dispatch.backward(out, delta, lse, q, k, v, mask, 0.1, shares)
 
 
 def skipping(p: Problem) -> None:
@@ -420,17 +419,16 @@ def gathered(p: Problem) -> None:
 
 def tiles_of_128(p: Problem) -> None:
     """The kernels of Hopper for tiles of 128, with and without a workspace and the gradients of the means."""
-    from vsa_kernels.block_sparse import hopper_bwd128, hopper_fwd128
+    from vsa_kernels.block_sparse import dispatch, hopper_bwd128, hopper_fwd128
 
     if launch.capability(torch.device("cpu")) != (9, 0):
         return
     mask, kv_heads = p.mask(), p.heads // p.group
     q, k, v = p.tokens(mask.q_blocks, p.heads), *(p.tokens(mask.kv_blocks, kv_heads) for _ in range(2))
     _, lse = hopper_fwd128.forward(q, k, v, mask, 0.1)
-    for shares in ((None,) * 3, (p.means(p.heads), p.means(kv_heads), p.means(kv_heads))):
-        for room in (0, 4 << 30):
-            hopper_bwd128.WORKSPACE = room
-            hopper_bwd128.backward(q, lse, lse, q, k, v, mask, 0.1, shares, lambda: q)
+    for shares in (dispatch.NO_SHARES, (p.means(p.heads), p.means(kv_heads), p.means(kv_heads))):
+        hopper_bwd128.backward(q, lse, lse, q, k, v, mask, 0.1, shares)
+        hopper_bwd128.dkv(q, lse, lse, q, k, v, mask, 0.1, shares[1:])
 
 
 STAGES: tuple[Callable[[Problem], None], ...] = (
@@ -443,7 +441,7 @@ MASKED = (fine, gathered)
 
 def annealing(topk: int, capacity: int) -> None:
     """One step of an annealing schedule, which changes the counts at a fixed shape."""
-    from vsa_kernels.block_sparse import triton_bwd, triton_fwd
+    from vsa_kernels.block_sparse import dispatch
 
     # neither the number of blocks nor every capacity is a multiple of 16
     p = Problem(num=70)
@@ -451,9 +449,9 @@ def annealing(topk: int, capacity: int) -> None:
     q = p.tokens(mask.q_blocks, p.heads)
     # Hopper has a kernel of its own for contiguous heads, and the other one for those of a wider projection
     wide = torch.cat([q, q], -1)[..., : p.head_dim]
-    triton_fwd.forward(wide, wide, wide, mask, 0.1)
-    out, lse = triton_fwd.forward(q, q, q, mask, 0.1)
-    triton_bwd.backward(out, torch.empty_like(lse), lse, q, q, q, mask, 0.1)
+    dispatch.forward(wide, wide, wide, mask, 0.1)
+    out, lse = dispatch.forward(q, q, q, mask, 0.1)
+    dispatch.backward(out, torch.empty_like(lse), lse, q, q, q, mask, 0.1)
     select(p, p.num, topk, capacity)
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import replace
 from unittest import mock
 
 import pytest
 import torch
+from vsa_kernels import set_workspace_limit, workspace_limit
+from vsa_kernels.block_sparse import dispatch
 from vsa_kernels.block_sparse.triton_index import TransposedIndex
 from vsa_kernels.testing import assert_right, define, make_case, run
 
@@ -14,15 +17,23 @@ from tests.kernels.test_hopper_fwd import listing, mask_of, on_hopper
 from tests.kernels.test_hopper_fwd128 import EVEN, RAGGED
 
 
+@contextmanager
+def limited(size: int):
+    """Another limit of the workspace."""
+    before = workspace_limit()
+    set_workspace_limit(size)
+    try:
+        yield
+    finally:
+        set_workspace_limit(before)
+
+
 @pytest.fixture(params=[0, 6 << 20, 4 << 30], ids=("alone", "parts", "workspace"))
 def launch(request):
     """The launches of the kernels: without room for ds, with room for two heads of 9 x 9 blocks, and for all."""
     from vsa_kernels.block_sparse import hopper_bwd128
 
-    with (
-        mock.patch.object(hopper_bwd128, "WORKSPACE", request.param),
-        mock.patch.object(hopper_bwd128, "launch", wraps=hopper_bwd128.launch) as calls,
-    ):
+    with limited(request.param), mock.patch.object(hopper_bwd128, "launch", wraps=hopper_bwd128.launch) as calls:
         yield calls
 
 
@@ -52,12 +63,12 @@ def test_parts_of_samples_and_heads_are_the_whole_of_tile128(index_heads, room):
 
     with (
         mock.patch.object(hopper_bwd128, "transpose", transpose),
-        mock.patch.object(hopper_bwd128, "WORKSPACE", room * 3 * case.index.kv_indices.shape[-1] * 128 * 128 * 4),
+        limited(room * 3 * case.index.kv_indices.shape[-1] * 128 * 128 * 4),
         mock.patch.object(hopper_bwd128, "_run_dkv", dkv),
         mock.patch.object(hopper_bwd128, "_run_dq", lambda k, mask, scale, mean, room, dq: dq.copy_(parts[-1]["dq"])),
     ):
         gradients = hopper_bwd128.backward(
-            case.dout, numbers, 2 * numbers, case.q, case.k, case.v, mask, 128**-0.5, (None,) * 3, lambda: None
+            case.dout, numbers, 2 * numbers, case.q, case.k, case.v, mask, 128**-0.5, dispatch.NO_SHARES
         )
     assert len(parts) == {2: 6, 3: 6, 4: 4, 12: 1}[room]
     whole = define(replace(case, dlse=3 * numbers))

@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 from vsa_kernels import Blocks, select_topk
+from vsa_kernels.block_sparse import dispatch
 from vsa_kernels.block_sparse.mask import BlockMask
 from vsa_kernels.testing import Case, assert_right, expand_mask, index_of, make_case, run
 
@@ -58,6 +59,11 @@ def mask_of(case: Case) -> BlockMask:
     return BlockMask(index=case.index, q_blocks=case.q_blocks, kv_blocks=case.kv_blocks, kv_valid=case.kv_valid)
 
 
+def kernels(case: Case) -> dispatch.Kernels:
+    """The kernels of backend `triton` for a case."""
+    return dispatch.kernels_of(case.q, case.k, case.v, mask_of(case))
+
+
 def large(dtype: torch.dtype, head_dim: int, tokens: int = 4096, heads: int = 12) -> tuple[Any, ...]:
     """q, k, v, mask and scale of a problem that fills the chip."""
     g = torch.Generator(device="cuda").manual_seed(0)
@@ -92,20 +98,16 @@ def unsuitable() -> dict[str, Case]:
 @pytest.mark.parametrize("q_size", [64, 128, 256])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_the_choice_is_for_one_chip(chip, q_size, dtype):
-    from vsa_kernels.block_sparse import triton_fwd
-
     case = make_case([q_size] * 2, [64] * 3, batch=2, heads=2, head_dim=128, dtype=dtype)
-    with mock.patch.object(triton_fwd, "capability", return_value=chip):
-        assert triton_fwd._suits_tiles_of_64(case.q, case.k, case.v, mask_of(case)) == (chip == (9, 0))
+    with mock.patch.object(dispatch, "capability", return_value=chip):
+        assert kernels(case).forward == ("hopper_fwd" if chip == (9, 0) else "triton_fwd")
 
 
 @pytest.mark.parametrize("name", unsuitable())
 def test_the_choice_leaves_everything_else_to_the_other_kernel(name):
-    from vsa_kernels.block_sparse import triton_fwd
-
     case = unsuitable()[name]
-    with mock.patch.object(triton_fwd, "capability", return_value=(9, 0)):
-        assert not triton_fwd._suits_tiles_of_64(case.q, case.k, case.v, mask_of(case))
+    with mock.patch.object(dispatch, "capability", return_value=(9, 0)):
+        assert kernels(case) == ("triton_fwd", "triton_bwd", "triton_bwd", 0)
 
 
 @on_hopper
@@ -225,13 +227,11 @@ def test_nan_reaches_only_rows_that_list_its_block(head_dim, launch):
 @on_hopper
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_repeats_bit_for_bit(head_dim, launch):
-    from vsa_kernels.block_sparse import triton_fwd
-
     problem = large(torch.bfloat16, head_dim)
-    out, lse = triton_fwd.forward(*problem)
+    out, lse = dispatch.forward(*problem)
     differ = torch.zeros((), dtype=torch.int64, device="cuda")
     for _ in range(200):
-        again, lse_again = triton_fwd.forward(*problem)
+        again, lse_again = dispatch.forward(*problem)
         differ += (again != out).sum() + (lse_again != lse).sum()
     assert int(differ) == 0
     assert launch.call_count == 201
@@ -242,12 +242,11 @@ def test_repeats_bit_for_bit(head_dim, launch):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_both_kernels_agree_within_rounding(dtype, head_dim, launch):
     from vsa_kernels.block_sparse import triton_fwd
-    from vsa_kernels.block_sparse.triton_tiles import Plan
 
     q, k, v, mask, scale = large(dtype, head_dim)
-    out, lse = triton_fwd.forward(q, k, v, mask, scale)
+    out, lse = dispatch.forward(q, k, v, mask, scale)
     assert launch.call_count == 1
-    expected, expected_lse = triton_fwd._run(q, k, v, mask, scale, Plan.of("fwd", q, k, mask, False))
+    expected, expected_lse = triton_fwd.forward(q, k, v, mask, scale)
     assert launch.call_count == 1
     torch.testing.assert_close(lse, expected_lse, rtol=1e-5, atol=1e-5)
     error, size = (out.double() - expected.double()).abs(), expected.double().abs()
@@ -283,8 +282,6 @@ def test_two_warpgroups_on_one_list_change_no_bit(head_dim, q_size, slots, launc
 
 @on_hopper
 def test_offsets_beyond_32_bits(launch):
-    from vsa_kernels.block_sparse import triton_fwd
-
     blocks, heads = 2049, 128
     if torch.cuda.mem_get_info()[0] < 20 << 30:
         pytest.skip("needs 20 GiB of free GPU memory")
@@ -295,7 +292,7 @@ def test_offsets_beyond_32_bits(launch):
     index = index_of(mask, None, 64, 64, torch.Generator())
     index = replace(index, kv_indices=index.kv_indices.cuda(), kv_num_blocks=index.kv_num_blocks.cuda())
     sides = {"q_blocks": Blocks.from_sizes([64] * blocks, "cuda"), "kv_blocks": Blocks.from_sizes([64, 64], "cuda")}
-    out, lse = triton_fwd.forward(q, k, v, BlockMask(index=index, kv_valid=None, **sides), 128**-0.5)
+    out, lse = dispatch.forward(q, k, v, BlockMask(index=index, kv_valid=None, **sides), 128**-0.5)
     assert launch.call_count == 1
     for rows in (slice(0, 64), slice(-64, None)):
         logits = q[0, rows].double() @ k[0, :, 0].double().T / math.sqrt(128)

@@ -8,12 +8,11 @@ from unittest import mock
 import pytest
 import torch
 from vsa_kernels import Blocks, select_topk
-from vsa_kernels.block_sparse import triton_fwd
+from vsa_kernels.block_sparse import dispatch, triton_fwd
 from vsa_kernels.block_sparse.mask import BlockMask
-from vsa_kernels.block_sparse.triton_tiles import Plan
 from vsa_kernels.testing import assert_right, expand_mask, make_case, run
 
-from tests.kernels.test_hopper_fwd import listing, mask_of, on_hopper
+from tests.kernels.test_hopper_fwd import kernels, listing, on_hopper
 
 EVEN = [128] * 9
 # sizes on both sides of a warpgroup's 64 rows, of a part of 32 rows, and single tokens; the last block is short too
@@ -26,9 +25,9 @@ def launch():
     from vsa_kernels.block_sparse import hopper_fwd128
 
     # at head dim 64 even blocks have another kernel
-    alone = [entry for entry in triton_fwd.OF_HOPPER if entry[1].endswith("hopper_fwd128")]
+    alone = [row for row in dispatch.FORWARD if row[1] == "hopper_fwd128"]
     with (
-        mock.patch.object(triton_fwd, "OF_HOPPER", alone),
+        mock.patch.object(dispatch, "FORWARD", alone),
         mock.patch.object(hopper_fwd128, "launch", wraps=hopper_fwd128.launch) as calls,
     ):
         yield calls
@@ -38,15 +37,15 @@ def launch():
 @pytest.mark.parametrize("sizes", [EVEN, RAGGED, [65]], ids=("even", "ragged", "one"))
 def test_the_choice_of_tile128_is_for_one_chip(chip, sizes):
     case = make_case(sizes, sizes, head_dim=128, dtype=torch.bfloat16)
-    with mock.patch.object(triton_fwd, "capability", return_value=chip):
-        assert triton_fwd.suits_tiles_of_128(case.q, case.k, case.v, mask_of(case)) == (chip == (9, 0))
+    with mock.patch.object(dispatch, "capability", return_value=chip):
+        assert kernels(case).forward == ("hopper_fwd128" if chip == (9, 0) else "triton_fwd")
 
 
 @pytest.mark.parametrize("sizes", [([64, 64], [128, 128]), ([128, 128], [64, 60]), ([129], [128])], ids=str)
 def test_other_blocks_are_not_tile128(sizes):
     case = make_case(*sizes, head_dim=128, dtype=torch.bfloat16)
-    with mock.patch.object(triton_fwd, "capability", return_value=(9, 0)):
-        assert not triton_fwd.suits_tiles_of_128(case.q, case.k, case.v, mask_of(case))
+    with mock.patch.object(dispatch, "capability", return_value=(9, 0)):
+        assert "hopper_fwd128" not in kernels(case)
 
 
 @on_hopper
@@ -128,14 +127,14 @@ def test_tile128_repeats_and_agrees_with_the_other_kernel(dtype, head_dim, ragge
     scores = torch.randn(2, 12, blocks.num, blocks.num, generator=g, device="cuda")
     index = select_topk(scores, 16, backend="reference")
     mask, scale = BlockMask(index=index, q_blocks=blocks, kv_blocks=blocks, kv_valid=None), head_dim**-0.5
-    out, lse = triton_fwd.forward(q, k, v, mask, scale)
+    out, lse = dispatch.forward(q, k, v, mask, scale)
     differ = torch.zeros((), dtype=torch.int64, device="cuda")
     for _ in range(100):
-        again, lse_again = triton_fwd.forward(q, k, v, mask, scale)
+        again, lse_again = dispatch.forward(q, k, v, mask, scale)
         differ += (again != out).sum() + (lse_again != lse).sum()
     assert int(differ) == 0
     assert launch.call_count == 101
-    expected, expected_lse = triton_fwd._run(q, k, v, mask, scale, Plan.of("fwd", q, k, mask, False))
+    expected, expected_lse = triton_fwd.forward(q, k, v, mask, scale)
     torch.testing.assert_close(lse, expected_lse, rtol=1e-5, atol=1e-5)
     error, size, eps = (out.double() - expected.double()).abs(), expected.double().abs(), torch.finfo(dtype).eps
     assert error.max() <= eps * size.max()

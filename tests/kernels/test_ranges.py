@@ -8,6 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
+from vsa_kernels.block_sparse import dispatch
 from vsa_kernels.testing import assert_right, make_case, run
 
 from tests.kernels.interpreted import INTERPRETED
@@ -20,17 +21,16 @@ def in_ranges(triton_device):
     if not INTERPRETED and not HOPPER:
         pytest.skip("needs a CUDA device of capability 9.0, or interpreted kernels")
     from vsa_kernels.block_sparse import hopper_fwd, ranges, triton_fwd
-    from vsa_kernels.block_sparse.triton_tiles import Plan
 
     def stand_in(q, k, v, mask, scale, into):
-        for to, x in zip(into, triton_fwd._run(q, k, v, mask, scale, Plan.of("fwd", q, k, mask, False)), strict=True):
+        for to, x in zip(into, triton_fwd.forward(q, k, v, mask, scale), strict=True):
             to.copy_(x)
 
     with ExitStack() as patches:
         if INTERPRETED:
-            patches.enter_context(mock.patch.object(triton_fwd, "_suits_hopper", return_value=True))
+            patches.enter_context(mock.patch.object(dispatch, "_hopper", return_value=True))
             patches.enter_context(mock.patch.object(hopper_fwd, "forward", stand_in))
-        for module in (ranges, triton_fwd):
+        for module in (dispatch, ranges):
             patches.enter_context(mock.patch.object(module, "ranges_of", return_value=3))
         yield patches.enter_context(mock.patch.object(ranges, "split", wraps=ranges.split))
 
@@ -78,8 +78,6 @@ def test_triton_ranges_miss_nothing(in_ranges, triton_device):
 
 
 def test_ranges_follow_the_cache():
-    from vsa_kernels.block_sparse.ranges import ranges_of
-
     rows = {76_800: 1, 98_304: 1, 131_072: 2, 221_184: 3}
     for tokens, ranges in rows.items():
-        assert ranges_of(torch.empty((1, tokens, 1, 128), dtype=torch.bfloat16, device="meta")) == ranges
+        assert dispatch.ranges_of(torch.empty((1, tokens, 1, 128), dtype=torch.bfloat16, device="meta")) == ranges

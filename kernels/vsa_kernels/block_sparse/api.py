@@ -10,6 +10,7 @@ from torch import Tensor
 
 from vsa_kernels.block_index import BlockIndex, Blocks, packed
 from vsa_kernels.block_sparse.checks import check_mask, check_mask_values, check_outputs
+from vsa_kernels.block_sparse.dispatch import Kernels, kernels_of
 from vsa_kernels.block_sparse.mask import BlockMask
 from vsa_kernels.block_sparse.op import block_sparse_bwd, block_sparse_fwd
 from vsa_kernels.checks import check_blocks, check_qkv, check_scale
@@ -122,6 +123,29 @@ def block_sparse_attn_backward(
     # the kernels assume contiguous rows
     saved = (packed(dout), dlse, out.contiguous(), lse.contiguous())
     return block_sparse_bwd(*saved, q, k, v, *mask.flatten(), *how)
+
+
+def block_sparse_kernels(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    index: BlockIndex,
+    *,
+    q_blocks: Blocks,
+    kv_blocks: Blocks,
+    kv_valid: Tensor | None = None,
+    backend: str | None = None,
+) -> Kernels:
+    """Which kernels a call of `block_sparse_attn` takes here and now, and the workspace of its backward; runs none.
+
+    The choice is a table, `vsa_kernels.block_sparse.dispatch`: it depends on the GPU, dtype, head dim, memory layout,
+    blocks and masks, and on `set_workspace_limit`. Arguments as in `block_sparse_attn`.
+    """
+    mask = BlockMask(index=index, q_blocks=q_blocks, kv_blocks=kv_blocks, kv_valid=kv_valid)
+    _, resolved_backend = _checked(q, k, v, mask, None, backend)
+    if resolved_backend == "triton":
+        return kernels_of(q, k, v, mask)
+    return Kernels(forward=resolved_backend, dkv=resolved_backend, dq=resolved_backend)
 
 
 def _checked(

@@ -11,7 +11,7 @@ B batch, L / S query / kv tokens, H / Hkv heads, D head dim, Nq / Nkv blocks, Km
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -30,7 +30,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.tools.tensor_descriptor import TensorDescriptor as PlainDescriptor
 
-from vsa_kernels.block_index import Blocks
+from vsa_kernels.block_index import Blocks, is_flat
+from vsa_kernels.block_sparse.dispatch import Shares, most_listed, workspace_of
 from vsa_kernels.block_sparse.hopper_fwd import LOG2E, SHARED_LAYOUT, cta_barrier
 from vsa_kernels.block_sparse.hopper_fwd128 import BLOCK, ROWS, _clear_rows, _described
 from vsa_kernels.block_sparse.mask import BlockMask
@@ -290,33 +291,20 @@ def _dq128_kernel(
     store_tile(dq, b_dq, i_b, i_h, start, size, L * dq_l, dq_l, D, D, BLOCK_M, D)
 
 
-WORKSPACE = 4 << 30
-"""Most bytes of the workspace; heads are computed in parts until it suffices."""
-
-
 def backward(
     dout: Tensor, delta: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scale: float,
-    shares: tuple[Tensor | None, Tensor | None, Tensor | None], dq_alone: Callable[[], Tensor],
+    shares: Shares,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """dq, dk, dv as `triton_bwd.backward`, if `triton_fwd.suits_tiles_of_128` holds.
-
-    Args:
-        dq_alone: dq that computes the logits again, for a head whose pairs exceed the workspace.
-    """
+    """dq, dk, dv of calls with `dispatch.workspace_of`; arguments as in `dispatch.backward`."""
     (B, _, H, _), Hkv, index = q.shape, k.shape[2], mask.index
+    parts = workspace_of(q, k, mask)
+    assert parts is not None
+    samples, group, size = parts
     dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-    # [pairs of blocks * BLOCK, BLOCK] of one head
-    rows = mask.q_blocks.num * index.kv_indices.shape[-1] * BLOCK.value
-    heads = WORKSPACE // (rows * BLOCK.value * q.element_size())
-    kept = heads >= H // Hkv
-    columns = transpose(index.kv_indices, index.kv_num_blocks, mask.kv_blocks.num, places=kept)
-    # by head: parts of them are contiguous
-    means = [None if x is None else x.transpose(1, 2).contiguous() for x in shares]
-    if not kept:
-        _run_dkv(dout, delta, lse, q, k, v, mask, columns, scale, means[1:], None, dk, dv)
-        return dq_alone(), dk, dv
-    samples, group = (B, H) if heads >= B * H else (1, _even_part(H // Hkv, Hkv, heads))
-    workspace = q.new_empty((samples * group * rows, BLOCK.value))
+    columns = transpose(index.kv_indices, index.kv_num_blocks, mask.kv_blocks.num, places=True)
+    dout, means = _flat(dout), [_by_head(x) for x in shares]
+    # [pairs of blocks * BLOCK, BLOCK]
+    workspace = q.new_empty((size // (BLOCK.value * q.element_size()), BLOCK.value))
     keys = _keys_of(k, mask.kv_blocks)
     for b in range(0, B, samples):
         for h in range(0, H, group):
@@ -333,10 +321,26 @@ def backward(
     return dq, dk, dv
 
 
-def _even_part(group: int, kv_heads: int, most: int) -> int:
-    """Heads of a part: whole groups of a kv head, at most `most` heads, and parts of about one size."""
-    parts = cdiv(kv_heads * group, most // group * group)
-    return cdiv(kv_heads, parts) * group
+def dkv(
+    dout: Tensor, delta: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scale: float,
+    shares: tuple[Tensor | None, Tensor | None],
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """dk and dv alone, without a workspace; arguments as in `dispatch.backward`."""
+    columns = transpose(mask.index.kv_indices, mask.index.kv_num_blocks, mask.kv_blocks.num)
+    dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)
+    means = [_by_head(x) for x in shares]
+    _run_dkv(_flat(dout), delta, lse, q, k, v, mask, columns, scale, means, None, dk, dv)
+    return dk, dv
+
+
+def _flat(x: Tensor) -> Tensor:
+    """x `[B, L, H, D]` as descriptors can address it."""
+    return x if is_flat(x) else x.contiguous()
+
+
+def _by_head(share: Tensor | None) -> Tensor | None:
+    """A share `[B, N, H, D]` as `[B, H, N, D]`, of which parts by head are contiguous."""
+    return None if share is None else share.transpose(1, 2).contiguous()
 
 
 def _slice_of(x: Tensor | None, at: tuple[slice, slice]) -> Tensor | None:
@@ -364,7 +368,7 @@ def _run_dkv(
     columns: TransposedIndex, scale: float, shares: Sequence[Tensor | None], workspace: Tensor | None,
     dk: Tensor, dv: Tensor,
 ) -> None:  # fmt: skip
-    """Writes dk and dv, and to a workspace `[>= B * H * Nq * Kmax * BLOCK, BLOCK]` ds^T of every listed pair."""
+    """Writes dk and dv, and to a workspace `[>= B * H * Nq * K * BLOCK, BLOCK]` ds^T of every listed pair."""
     B, L, H, D = q.shape
     _, S, Hkv, _ = k.shape
     q_blocks, kv_blocks = mask.q_blocks, mask.kv_blocks
@@ -378,7 +382,7 @@ def _run_dkv(
         _hopper_dkv128_kernel, (kv_blocks.num * B * Hkv,),
         *tiles, *lines, kept, dk, dv, *shares, order, columns.rows, columns.ids, columns.row_offsets,
         q_blocks.offsets, kv_blocks.offsets, scale, *list_at, dk.stride(1), L, S, H,
-        q_blocks.num, kv_blocks.num, mask.index.kv_indices.shape[-1],
+        q_blocks.num, kv_blocks.num, most_listed(mask),
         GROUP=H // Hkv, D=D, EVEN=even, KEEP=kept is not None, SHARED=shares[0] is not None, num_warps=4,
     )  # fmt: skip
 
@@ -400,7 +404,7 @@ def _run_dq(
     launch(
         _dq128_kernel, (mask.q_blocks.num * (128 // DQ["BLOCK_M"]) * B * H,),
         kept, described, dq, share, lists, counts, mask.q_blocks.offsets, scale, *at, dq.stride(1),
-        L, H, mask.q_blocks.num, num_kv, lists.shape[-1],
+        L, H, mask.q_blocks.num, num_kv, most_listed(mask),
         GROUP=H // keys.shape[2], D=D, EVEN=mask.q_blocks.min_size == BLOCK.value, SHARED=share is not None, **DQ,
     )  # fmt: skip
 

@@ -163,7 +163,7 @@ def _hopper_fwd_kernel(
 def forward(
     q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scale: float, into: tuple[Tensor, Tensor] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Outputs `[B, L, H, D]` and lse `[B, H, L]` of `block_sparse_attn`, if `triton_fwd._suits_tiles_of_64` holds.
+    """Outputs `[B, L, H, D]` and lse `[B, H, L]` of `block_sparse_attn`, where `dispatch` chooses this kernel.
 
     Args:
         q: see `block_sparse_attn`, like k, v and scale.

@@ -241,7 +241,7 @@ def _hopper_fwd128_kernel(
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scale: float) -> tuple[Tensor, Tensor]:
-    """Outputs `[B, L, H, D]` and lse `[B, H, L]` of `block_sparse_attn`, if `triton_fwd.suits_tiles_of_128` holds."""
+    """Outputs `[B, L, H, D]` and lse `[B, H, L]` of `block_sparse_attn`, where `dispatch` chooses this kernel."""
     B, L, H, D = q.shape
     out = q.new_empty((B, L, H, D))
     lse = q.new_empty((B, H, L), dtype=torch.float32)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from vsa_kernels.block_index import packed
-from vsa_kernels.block_sparse import gather, reference
+from vsa_kernels.block_sparse import dispatch, gather, reference
 from vsa_kernels.block_sparse.mask import BlockMask, lse_dtype
 from vsa_kernels.modes import without_autocast
 from vsa_kernels.registration import define_op, register_autograd
@@ -35,9 +35,7 @@ def block_sparse_fwd(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tenso
     if not q.shape[0]:
         return _outputs_like(q)
     if backend == "triton":
-        from vsa_kernels.block_sparse import triton_fwd
-
-        return triton_fwd.forward(q, k, v, mask, scale)
+        return dispatch.forward(q, k, v, mask, scale)
     with without_autocast(q.device):
         return _PLAIN[backend].forward(q, k, v, mask, scale)
 
@@ -66,7 +64,7 @@ def block_sparse_bwd(
         from vsa_kernels.block_sparse import triton_bwd
 
         delta = triton_bwd.delta(dout, out, lse, dlse)
-        return triton_bwd.backward(dout, delta, lse, q, k, v, mask, scale)
+        return dispatch.backward(dout, delta, lse, q, k, v, mask, scale)
     # delta of a query without kv tokens is set to 0: its dlse is arbitrary and must not reach other gradients
     delta = (dout.to(lse.dtype) * out).sum(-1).transpose(1, 2) - dlse
     delta = delta.masked_fill(lse == -torch.inf, 0)

@@ -8,7 +8,6 @@ the sum of its parts, each with the lse of the whole softmax.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -17,19 +16,10 @@ import triton.language as tl
 from torch import Tensor
 
 from vsa_kernels.block_index import BlockIndex
+from vsa_kernels.block_sparse import hopper_fwd, triton_bwd
+from vsa_kernels.block_sparse.dispatch import ranges_of
 from vsa_kernels.block_sparse.mask import BlockMask
 from vsa_kernels.launch import launch
-
-FITS = 48 << 20
-"""Bytes of keys and values of a head up to which one range is fastest."""
-RANGE = 36 << 20
-"""Most bytes of keys and values of a head in one of several ranges."""
-
-
-def ranges_of(k: Tensor) -> int:
-    """Ranges of keys k `[B, S, Hkv, D]`."""
-    size = 2 * k.shape[1] * k.shape[3] * k.element_size()
-    return 1 if size <= FITS else triton.cdiv(size, RANGE)
 
 
 @triton.jit(do_not_specialize=["capacity", "num_rows"])
@@ -90,9 +80,7 @@ def _merge_kernel(outs, lses, out, lse, L, H, size, RANGES: tl.constexpr, D: tl.
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scale: float) -> tuple[Tensor, Tensor]:
-    """Outputs `[B, L, H, D]` and lse `[B, H, L]` of `block_sparse_attn`, if `triton_fwd.suits_ranges` holds."""
-    from vsa_kernels.block_sparse import hopper_fwd
-
+    """Outputs `[B, L, H, D]` and lse `[B, H, L]` of `block_sparse_attn`."""
     B, L, H, D = q.shape
     ranges = ranges_of(k)
     outs, lses = q.new_empty((ranges, B, L, H, D)), q.new_empty((ranges, B, H, L), dtype=torch.float32)
@@ -106,13 +94,14 @@ def forward(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scale: float) -> t
     return out, lse
 
 
-def dq(run: Callable[[BlockMask, bool], Tensor], k: Tensor, mask: BlockMask) -> Tensor:
-    """dq as the sum over ranges.
-
-    Args:
-        run: dq of a mask, with or without the gradients of block means; one range has them.
-        k: keys `[B, S, Hkv, D]`.
-        mask: mask of the forward.
-    """
+def dq(
+    dout: Tensor, delta: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scale: float,
+    share: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """dq as the sum over ranges, of which one adds the share; arguments as in `dispatch.backward`."""
     parts = split(mask.index, mask.kv_blocks.num, ranges_of(k))
-    return torch.stack([run(replace(mask, index=part), i == 0) for i, part in enumerate(parts)]).sum(0)
+    shares = [share] + [None] * (len(parts) - 1)
+    return torch.stack([
+        triton_bwd.dq(dout, delta, lse, q, k, v, replace(mask, index=part), scale, of_part)
+        for part, of_part in zip(parts, shares, strict=True)
+    ]).sum(0)  # fmt: skip

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vsa_kernels.block_sparse import ranges, triton_fwd
+from vsa_kernels.block_sparse.dispatch import NO_SHARES, Shares
 from vsa_kernels.block_sparse.mask import BlockMask
 from vsa_kernels.block_sparse.triton_index import long_first, transpose
 from vsa_kernels.block_sparse.triton_masks import fine_of, hide, load_words, pack_words
@@ -23,7 +23,6 @@ from vsa_kernels.block_sparse.triton_tiles import (
     LOG2E,
     Plan,
     described,
-    is_flat,
     lists_of,
     load_listed,
     load_tile,
@@ -256,68 +255,46 @@ def delta(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor) -> Tensor:
 
 
 def backward(
-    dout: Tensor,
-    delta: Tensor,
-    lse: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: BlockMask,
-    scale: float,
-    *,
-    q_share: Tensor | None = None,
-    k_share: Tensor | None = None,
-    v_share: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv of `block_sparse_attn`.
+    dout: Tensor, delta: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scale: float,
+    shares: Shares,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """dq, dk, dv; arguments as in `dispatch.backward`."""
+    return _run(dout, delta, lse, q, k, v, mask, scale, False, shares)
 
-    Args:
-        dout: `[B, L, H, D]` gradient of out.
-        delta: fp32 `[B, H, L]`, rowsum(dout * out) - dlse.
-        lse: fp32 `[B, H, L]` of the forward.
-        q: `[B, L, H, D]`.
-        k: `[B, S, Hkv, D]`.
-        v: `[B, S, Hkv, D]`.
-        mask: mask of the forward.
-        scale: factor of the logits in the forward.
-        q_share: fp32 `[B, Nq, H, D]` gradient of the query block means, added to dq by pooling's rule; with
-            k_share and v_share `[B, Nkv, Hkv, D]`, or none of the three.
-        k_share: see q_share.
-        v_share: see q_share.
-    """
-    return _run(dout, delta, lse, q, k, v, mask, scale, False, (q_share, k_share, v_share))
+
+def dq(
+    dout: Tensor, delta: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scale: float,
+    share: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """dq alone; arguments as in `dispatch.backward`."""
+    q, k, v, dout = rows_ready(q), rows_ready(k), rows_ready(v), rows_ready(dout)
+    return _run_dq(dout, delta, lse, q, k, v, mask, scale, Plan.of("dq", q, k, mask, False), share)
+
+
+def dkv(
+    dout: Tensor, delta: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scale: float,
+    shares: tuple[Tensor | None, Tensor | None],
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """dk and dv alone; arguments as in `dispatch.backward`."""
+    q, k, v, dout = rows_ready(q), rows_ready(k), rows_ready(v), rows_ready(dout)
+    return _run_dkv(dout, delta, lse, q, k, v, mask, scale, Plan.of("dkv", q, k, mask, False), shares)
 
 
 def dense(
     dout: Tensor, delta: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float, *, half: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of `triton_fwd.dense`; arguments as there and in `backward`."""
-    return _run(dout, delta, lse, q, k, v, None, scale, half, (None, None, None))
+    """Gradients of `triton_fwd.dense`; arguments as there and in `dispatch.backward`."""
+    return _run(dout, delta, lse, q, k, v, None, scale, half, NO_SHARES)
 
 
 def _run(
     dout: Tensor, delta: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | None, scale: float,
-    half: bool, shares: tuple[Tensor | None, Tensor | None, Tensor | None],
+    half: bool, shares: Shares,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     q, k, v, dout = rows_ready(q), rows_ready(k), rows_ready(v), rows_ready(dout)
     stage = "coarse_" if mask is None else ""
-    # at head dim 64 the kernels of this file are faster
-    if mask is not None and q.shape[3] == 128 and triton_fwd.suits_tiles_of_128(q, k, v, mask) and is_flat(dout):
-        from vsa_kernels.block_sparse import hopper_bwd128
-
-        return hopper_bwd128.backward(
-            dout, delta, lse, q, k, v, mask, scale, shares,
-            lambda: _run_dq(dout, delta, lse, q, k, v, mask, scale, Plan.of("dq", q, k, mask, half), shares[0]),
-        )  # fmt: skip
-
-    def run_dq(part: BlockMask | None, shared: bool = True) -> Tensor:
-        plan, share = Plan.of(f"{stage}dq", q, k, mask, half), shares[0] if shared else None
-        return _run_dq(dout, delta, lse, q, k, v, part, scale, plan, share)
-
-    long = mask is not None and triton_fwd.suits_ranges(q, k, v, mask)
-    dq = ranges.dq(run_dq, k, mask) if long else run_dq(mask)
-    dk, dv = _run_dkv(dout, delta, lse, q, k, v, mask, scale, Plan.of(f"{stage}dkv", q, k, mask, half), shares[1:])
-    return dq, dk, dv
+    of_q = _run_dq(dout, delta, lse, q, k, v, mask, scale, Plan.of(f"{stage}dq", q, k, mask, half), shares[0])
+    return of_q, *_run_dkv(dout, delta, lse, q, k, v, mask, scale, Plan.of(f"{stage}dkv", q, k, mask, half), shares[1:])
 
 
 def _run_dq(

@@ -8,23 +8,18 @@ B batch, L / S query / kv tokens, H / Hkv heads, D head dim, Nq / Nkv blocks, Km
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from importlib import import_module
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from vsa_kernels.block_sparse.mask import BlockMask
-from vsa_kernels.block_sparse.ranges import ranges_of
 from vsa_kernels.block_sparse.triton_masks import fine_of, hide, load_words
 from vsa_kernels.block_sparse.triton_tiles import (
     LN2,
     LOG2E,
     Plan,
     described,
-    is_flat,
     lists_of,
     load_listed,
     load_tile,
@@ -33,7 +28,7 @@ from vsa_kernels.block_sparse.triton_tiles import (
     span,
     store_tile,
 )
-from vsa_kernels.launch import capability, launch
+from vsa_kernels.launch import launch
 
 
 @triton.jit(do_not_specialize=[
@@ -125,49 +120,7 @@ def _fwd_kernel(
 
 def forward(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scale: float) -> tuple[Tensor, Tensor]:
     """Outputs `[B, L, H, D]` and lse `[B, H, L]` of `block_sparse_attn`."""
-    for suits, module in OF_HOPPER:
-        if suits(q, k, v, mask):
-            return import_module(module).forward(q, k, v, mask, scale)
     return _run(q, k, v, mask, scale, Plan.of("fwd", q, k, mask, False))
-
-
-def _suits_hopper(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> bool:
-    # Hopper's instructions, tensors that descriptors can address without a copy, and no hidden pairs
-    return (
-        capability(q.device) == (9, 0)
-        and mask.index.mask_bits is None
-        and q.dtype in (torch.bfloat16, torch.float16)
-        and q.shape[3] in (64, 128)
-        and mask.kv_valid is None
-        and all(x.stride(-1) == 1 and is_flat(x) for x in (q, k, v))
-    )
-
-
-def _suits_tiles_of_64(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> bool:
-    q_blocks, kv_blocks = mask.q_blocks, mask.kv_blocks
-    return (
-        q_blocks.min_size == q_blocks.max_size
-        and q_blocks.max_size % 64 == 0
-        # at head dim 64 blocks of 128 run faster in halves
-        and kv_blocks.min_size == kv_blocks.max_size in ((64, 128) if q.shape[3] == 64 else (64,))
-        and _suits_hopper(q, k, v, mask)
-    )
-
-
-def suits_ranges(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> bool:
-    return mask.kv_blocks.max_size == 64 and ranges_of(k) > 1 and _suits_tiles_of_64(q, k, v, mask)
-
-
-def suits_tiles_of_128(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> bool:
-    return all(64 < x.max_size <= 128 for x in (mask.q_blocks, mask.kv_blocks)) and _suits_hopper(q, k, v, mask)
-
-
-OF_HOPPER: tuple[tuple[Callable[..., bool], str], ...] = (
-    (suits_ranges, "vsa_kernels.block_sparse.ranges"),
-    (_suits_tiles_of_64, "vsa_kernels.block_sparse.hopper_fwd"),
-    (suits_tiles_of_128, "vsa_kernels.block_sparse.hopper_fwd128"),
-)
-"""Kernels in Gluon with their conditions; the first whose condition holds runs, otherwise the one of this file."""
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor, scale: float, *, half: bool) -> tuple[Tensor, Tensor]:

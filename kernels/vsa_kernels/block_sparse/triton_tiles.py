@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from vsa_kernels.block_index import is_flat
 from vsa_kernels.block_sparse.mask import BlockMask
 from vsa_kernels.launch import capability, cdiv, config, launch, next_power_of_2
 
@@ -216,17 +217,6 @@ def described(
     direct = tiles.even and valid is None
     padded = [x if direct and is_flat(x) else pad_blocks(x, tiles, offsets, valid) for x in xs]
     return tuple(TensorDescriptor(x, [rows, H * D], [x.stride(1), 1], [tiles.block, D]) for x in padded)
-
-
-def is_flat(x: Tensor) -> bool:
-    B, L, _, D = x.shape
-    return (
-        x.stride(2) == D
-        and x.stride(1) > 0
-        and (B == 1 or x.stride(0) == L * x.stride(1))
-        and x.stride(1) * x.element_size() % 16 == 0
-        and x.data_ptr() % 16 == 0
-    )
 
 
 def pad_blocks(x: Tensor, tiles: Tiles, offsets: Tensor | None, valid: Tensor | None) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from vsa_kernels.block_index import BlockIndex, Blocks
-from vsa_kernels.block_sparse import triton_bwd, triton_fwd
+from vsa_kernels.block_sparse import dispatch, triton_bwd, triton_fwd
 from vsa_kernels.block_sparse.mask import BlockMask
 from vsa_kernels.coarse_fine import triton_gate
 from vsa_kernels.coarse_fine.op import Call, Saved
@@ -28,7 +28,7 @@ def forward(call: Call) -> tuple[Tensor, ...]:
     q_mean, k_mean, v_mean = _means(q, k, v, q_blocks, kv_blocks)
     coarse, coarse_lse = triton_fwd.dense(q_mean, k_mean, v_mean, scale, half=half)
     indices, counts = _select(q_mean, k_mean, scale, call.topk, call.capacity, "tf32" if half else "ieee")
-    fine, lse = triton_fwd.forward(q, k, v, _mask(indices, counts, q_blocks, kv_blocks, call.topk), scale)
+    fine, lse = dispatch.forward(q, k, v, _mask(indices, counts, q_blocks, kv_blocks, call.topk), scale)
     out = triton_gate.combine(fine, coarse, call.gate_coarse, call.gate_fine, q_blocks)
     return out, *Saved(fine, lse, coarse, coarse_lse, indices, counts, q_mean, k_mean, v_mean)
 
@@ -37,17 +37,12 @@ def backward(dout: Tensor, saved: Saved, call: Call) -> list[Tensor]:
     """dq, dk, dv, dgate_coarse and, with a fine gate, dgate_fine."""
     q_blocks, kv_blocks = call.q_blocks, call.kv_blocks
     gate = triton_gate.combine_backward(dout, saved.fine, saved.coarse, call.gate_coarse, call.gate_fine, q_blocks)
-    q_share, k_share, v_share = triton_bwd.dense(
+    shares = triton_bwd.dense(
         *(gate.dcoarse, gate.delta_coarse, saved.coarse_lse, saved.q_mean, saved.k_mean, saved.v_mean, call.scale),
         half=_is_half(call.q),
     )
     mask = _mask(saved.kv_indices, saved.kv_num_blocks, q_blocks, kv_blocks, call.topk)
-    dq, dk, dv = triton_bwd.backward(
-        *(gate.dfine, gate.delta, saved.lse, call.q, call.k, call.v, mask, call.scale),
-        q_share=q_share,
-        k_share=k_share,
-        v_share=v_share,
-    )
+    dq, dk, dv = dispatch.backward(gate.dfine, gate.delta, saved.lse, call.q, call.k, call.v, mask, call.scale, shares)
     grads = [dq, dk, dv, gate.dgate_coarse]
     return grads if gate.dgate_fine is None else [*grads, gate.dgate_fine]
 

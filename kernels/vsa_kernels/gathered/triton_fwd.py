@@ -18,8 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vsa_kernels.block_index import Blocks
-from vsa_kernels.block_sparse.triton_tiles import LN2, LOG2E, is_flat
+from vsa_kernels.block_index import Blocks, is_flat
+from vsa_kernels.block_sparse.triton_tiles import LN2, LOG2E
 from vsa_kernels.gathered.groups import TileGroups, full_entries
 from vsa_kernels.launch import capability, cdiv, config, launch, next_power_of_2
 
@@ -132,7 +132,8 @@ def _suits_hopper(q: Tensor, k: Tensor, v: Tensor, kv_blocks: Blocks) -> bool:
         and q.shape[3] in (64, 128)
         and (size in (16, 32) or size % 64 == 0)
         and q.stride(-1) == 1
-        and all(x.stride(-1) == 1 and is_flat(x) for x in (k, v))
+        and is_flat(k)
+        and is_flat(v)
     )
 
 
