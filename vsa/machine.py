@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from vsa_kernels import BlockIndex, Blocks, block_sparse_kernels
+from vsa_kernels.block_sparse.dispatch import Kernels
 from vsa_kernels.dispatch import BLOCK_SPARSE_BACKENDS, resolve_backend
 
 PACKAGES = ("vsa-train", "lightning", "hydra-core", "diffusers", "transformers", "peft")
@@ -94,6 +96,18 @@ def describe_here() -> Iterator[str]:
             except (ValueError, ImportError) as error:
                 state = f"does not run: {error}"
             yield f"backend   {name} on {device}: {state}"
+        if automatic_backend == "triton":
+            for size in (64, 128):
+                chosen = _kernels(size, device, dtype, head_dim)
+                yield f"kernels   tiles of {size}: {chosen.forward}; dk, dv {chosen.dkv}; dq {chosen.dq}"
+
+
+def _kernels(size: int, device: torch.device, dtype: torch.dtype, head_dim: int) -> Kernels:
+    """Kernels of attention between equal tiles of `size` tokens."""
+    x = torch.empty(1, size, 1, head_dim, device=device, dtype=dtype)
+    tile = Blocks.from_sizes([size], device)
+    index = BlockIndex.from_dense(torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device))
+    return block_sparse_kernels(x, x, x, index, q_blocks=tile, kv_blocks=tile)
 
 
 def seconds_now(device: torch.device) -> float:

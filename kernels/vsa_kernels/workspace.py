@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from vsa_kernels.launch import cdiv
+
 _limit = 4 << 30
 
 
@@ -59,7 +61,6 @@ def parts_of(batch: int, heads: int, kv_heads: int, head_bytes: int) -> Parts | 
         return None
     if most >= batch * heads:
         return Parts(batch, heads, batch * heads * head_bytes)
-    # kv heads that fit, then those of equal parts
-    fit = min(kv_heads, most // group)
-    each = group * -(-kv_heads // -(-kv_heads // fit))
+    # as few parts as fit, of equally many kv heads
+    each = group * cdiv(kv_heads, cdiv(kv_heads, most // group))
     return Parts(1, each, each * head_bytes)

@@ -37,7 +37,7 @@ from vsa_kernels.block_sparse.hopper_fwd128 import BLOCK, ROWS, _clear_rows, _de
 from vsa_kernels.block_sparse.mask import BlockMask
 from vsa_kernels.block_sparse.triton_index import TransposedIndex, long_first, transpose
 from vsa_kernels.block_sparse.triton_tiles import Tiles, pad_blocks, span, store_tile
-from vsa_kernels.launch import cdiv, launch
+from vsa_kernels.launch import launch
 
 SLOTS = gl.constexpr(3)
 LINE_LAYOUT = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1))
