@@ -8,8 +8,9 @@ from unittest import mock
 
 import pytest
 import torch
-from vsa_kernels import block_sparse_kernels, set_workspace_limit, workspace_limit
+from vsa_kernels import BlockIndex, Blocks, block_sparse_kernels, set_workspace_limit, workspace_limit
 from vsa_kernels.block_sparse import dispatch
+from vsa_kernels.block_sparse.mask import BlockMask
 from vsa_kernels.testing import Case, make_case
 from vsa_kernels.workspace import parts_of
 
@@ -47,6 +48,20 @@ def test_the_kernels_of_hopper_by_sizes(sizes, head_dim, names):
     for chip in ((8, 0), (10, 0), (12, 0)):
         with mock.patch.object(dispatch, "capability", return_value=chip):
             assert kernels(case) == ("triton_fwd", *PLAIN, 0)
+
+
+def test_long_rows_of_tiles_of_64_are_computed_in_ranges():
+    for tokens, long in ((98_304, False), (98_368, True)):
+        x = torch.empty(1, tokens, 1, 128, dtype=torch.bfloat16, device="meta")
+        lists = torch.empty(1, 1, tokens // 64, 1, dtype=torch.int32, device="meta")
+        blocks = Blocks(
+            offsets=torch.empty(tokens // 64 + 1, dtype=torch.int32, device="meta"), max_size=64, min_size=64
+        )
+        index = BlockIndex(kv_indices=lists, kv_num_blocks=lists[..., 0])
+        mask = BlockMask(index=index, q_blocks=blocks, kv_blocks=blocks, kv_valid=None)
+        names = ("ranges", "triton_bwd", "ranges") if long else ("hopper_fwd", *PLAIN)
+        assert dispatch.kernels_of(x, x, x, mask, (9, 0))[:3] == names
+        assert dispatch.kernels_of(x, x, x, mask, (8, 0))[:3] == ("triton_fwd", *PLAIN)
 
 
 def test_the_workspace_decides_about_dq():

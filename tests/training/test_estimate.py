@@ -160,6 +160,21 @@ def test_levels_trade_memory_for_time(compiled, gates):
     assert turn_bytes(_block(job), "none") < 0.5 * turn_bytes(_block(job), "full")
 
 
+def test_the_workspace_of_tiles_of_128_belongs_to_the_backward_of_a_block():
+    """ds of each pair of tiles that a query tile keeps, 128 x 128 numbers of 2 bytes, in every head."""
+    attention = partial(VideoSparseAttention, tile_thw=(4, 4, 8))
+    size = (1, (16, 32, 32), 16, 3, 128, 256)
+    job = replace(_job(_network(size, attention), size), topk=20)
+    kept = 128 * 20 * 128 * 128 * 2 * 3
+    on_hopper = replace(job, chip=(9, 0))
+    assert _block(on_hopper).workspace == kept
+    assert turn_bytes(_block(on_hopper), "none") > turn_bytes(_block(job), "none") + 0.8 * kept
+    for other in (job, replace(job, chip=(8, 0)), replace(on_hopper, topk=128)):
+        assert _block(other).workspace == 0
+    small = _network(size, VideoSparseAttention)
+    assert _block(replace(_job(small, size), topk=20, chip=(9, 0))).workspace == 0
+
+
 def _block(job: Job) -> BlockShape:
     return job.block(job.networks[0])
 

@@ -17,15 +17,16 @@ from vsa_kernels.block_sparse.mask import BlockMask
 from vsa_kernels.launch import capability, cdiv
 from vsa_kernels.workspace import Parts, parts_of
 
-Condition = Callable[[Tensor, Tensor, Tensor, BlockMask], bool]
+Chip = tuple[int, int]
+Condition = Callable[[Tensor, Tensor, Tensor, BlockMask, Chip], bool]
 Shares = tuple[Tensor | None, Tensor | None, Tensor | None]
 NO_SHARES: Shares = (None, None, None)
 
 
-def _hopper(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> bool:
+def _hopper(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, chip: Chip) -> bool:
     # Hopper's instructions, tensors that descriptors can address without a copy, and no hidden pairs
     return (
-        capability(q.device) == (9, 0)
+        chip == (9, 0)
         and mask.index.mask_bits is None
         and q.dtype in (torch.bfloat16, torch.float16)
         and q.shape[3] in (64, 128)
@@ -36,34 +37,34 @@ def _hopper(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> bool:
     )
 
 
-def _tiles_of_64(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> bool:
+def _tiles_of_64(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, chip: Chip) -> bool:
     q_blocks, kv_blocks = mask.q_blocks, mask.kv_blocks
     return (
         q_blocks.min_size == q_blocks.max_size
         and q_blocks.max_size % 64 == 0
         # at head dim 64 blocks of 128 run faster in halves
         and kv_blocks.min_size == kv_blocks.max_size in ((64, 128) if q.shape[3] == 64 else (64,))
-        and _hopper(q, k, v, mask)
+        and _hopper(q, k, v, mask, chip)
     )
 
 
-def _long_rows(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> bool:
-    return mask.kv_blocks.max_size == 64 and ranges_of(k) > 1 and _tiles_of_64(q, k, v, mask)
+def _long_rows(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, chip: Chip) -> bool:
+    return mask.kv_blocks.max_size == 64 and ranges_of(k) > 1 and _tiles_of_64(q, k, v, mask, chip)
 
 
-def _tiles_of_128(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> bool:
-    return all(64 < x.max_size <= 128 for x in (mask.q_blocks, mask.kv_blocks)) and _hopper(q, k, v, mask)
+def _tiles_of_128(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, chip: Chip) -> bool:
+    return all(64 < x.max_size <= 128 for x in (mask.q_blocks, mask.kv_blocks)) and _hopper(q, k, v, mask, chip)
 
 
-def _wide_heads(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> bool:
-    return q.shape[3] == 128 and _tiles_of_128(q, k, v, mask)
+def _wide_heads(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, chip: Chip) -> bool:
+    return q.shape[3] == 128 and _tiles_of_128(q, k, v, mask, chip)
 
 
-def _wide_heads_with_room(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> bool:
-    return _wide_heads(q, k, v, mask) and workspace_of(q, k, mask) is not None
+def _wide_heads_with_room(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, chip: Chip) -> bool:
+    return _wide_heads(q, k, v, mask, chip) and workspace_of(q, k, mask) is not None
 
 
-def _any(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> bool:
+def _any(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, chip: Chip) -> bool:
     return True
 
 
@@ -111,9 +112,9 @@ class Kernels(NamedTuple):
     workspace: int = 0
 
 
-def kernels_of(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> Kernels:
-    """The kernels of a call on backend `triton`."""
-    (forward,), (dkv, dq) = _first(FORWARD, q, k, v, mask), _first(BACKWARD, q, k, v, mask)
+def kernels_of(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, chip: Chip | None = None) -> Kernels:
+    """The kernels of a call on backend `triton`; with the compute capability of another GPU, those there."""
+    (forward,), (dkv, dq) = (_first(table, q, k, v, mask, chip) for table in (FORWARD, BACKWARD))
     parts = workspace_of(q, k, mask) if dq == "hopper_bwd128" else None
     return Kernels(forward, dkv, dq, parts.size if parts else 0)
 
@@ -166,8 +167,9 @@ def ds_bytes(num_q: int, listed: int, itemsize: int) -> int:
     return num_q * listed * 128 * 128 * itemsize
 
 
-def _first(table: Any, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> tuple[str, ...]:
-    return next(tuple(names) for suits, *names in table if suits(q, k, v, mask))
+def _first(table: Any, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, chip: Chip | None = None) -> tuple[str, ...]:
+    chip = capability(q.device) if chip is None else chip
+    return next(tuple(names) for suits, *names in table if suits(q, k, v, mask, chip))
 
 
 def _module(name: str) -> Any:

@@ -28,6 +28,7 @@ class BlockShape:
         gates: number of gate layers of the attention method, linear layers of width C.
         tiles: tiles of all samples if the method runs the coarse-fine operator, otherwise 0.
         capacity: capacity of the operator's index lists.
+        workspace: bytes that the operator's backward takes and gives back.
         compiled: whether the block is compiled, which fuses norms, modulation and casts.
         fused_norms: whether torch has RMSNorm as one kernel, which keeps its input; otherwise two fp32 tensors are
             kept.
@@ -41,6 +42,7 @@ class BlockShape:
     gates: int = 0
     tiles: int = 0
     capacity: int = 0
+    workspace: int = 0
     compiled: bool = False
     fused_norms: bool = True
 
@@ -82,6 +84,9 @@ def turn_bytes(shape: BlockShape, level: Level) -> float:
     else:
         # gradients of the hidden layer, or fp32 gradients of modulation and residual
         gradients = max(width * (shape.ffn_dim + 3 * shape.dim), width * 7 * shape.dim)
+    if shape.workspace:
+        # beside queries, keys, values, their gradients and that of the output
+        gradients = max(gradients, width * 7 * shape.dim + shape.workspace)
     all_activations, kept_activations = kept_bytes(shape, "none"), kept_bytes(shape, level)
     if level == "attention":
         # the backward of the feed-forward layer is done when the attentions are recomputed

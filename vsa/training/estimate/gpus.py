@@ -53,6 +53,7 @@ class Gpu:
     Args:
         name: part of the device's name.
         memory: bytes available to a program.
+        chip: compute capability; None: unknown.
         matrix_flops: rate of linear layers, FLOPs per second.
         copy_bytes: bytes per second that elementwise kernels read and write.
         dense_flops: rates of dense attention, by head dim.
@@ -66,6 +67,7 @@ class Gpu:
 
     name: str
     memory: float
+    chip: tuple[int, int] | None = None
     matrix_flops: float | None = None
     copy_bytes: float | None = None
     dense_flops: Mapping[int, AttentionRate] | None = None
@@ -88,6 +90,7 @@ GPUS = (
     Gpu(
         name="H200",
         memory=139.8 * GIB,
+        chip=(9, 0),
         # 232.9 TFLOP of the compiled dense step in 325.9 ms
         matrix_flops=715e12,
         copy_bytes=4.15e12,
@@ -118,16 +121,17 @@ GPUS = (
     Gpu(
         name="H100",
         memory=79.1 * GIB,
+        chip=(9, 0),
         operator_flops={
             64: AttentionRate(forward=311e12, both=326e12),
             128: AttentionRate(forward=365e12, both=378e12),
         },
         sources={"operator_flops": "h100-2026-11-22-vsa-before-after"},
     ),
-    Gpu(name="A100", memory=79.1 * GIB, sources={}),
-    Gpu(name="L40S", memory=44.4 * GIB, sources={}),
-    Gpu(name="RTX 5090", memory=31.4 * GIB, sources={}),
-    Gpu(name="RTX 4090", memory=23.5 * GIB, sources={}),
+    Gpu(name="A100", memory=79.1 * GIB, chip=(8, 0), sources={}),
+    Gpu(name="L40S", memory=44.4 * GIB, chip=(8, 9), sources={}),
+    Gpu(name="RTX 5090", memory=31.4 * GIB, chip=(12, 0), sources={}),
+    Gpu(name="RTX 4090", memory=23.5 * GIB, chip=(8, 9), sources={}),
 )
 
 
@@ -150,4 +154,4 @@ def gpu_here(device: torch.device) -> Gpu | None:
         return None
     properties = torch.cuda.get_device_properties(device)
     gpu = known_gpu(properties.name) or Gpu(name=properties.name, memory=0.0, sources={})
-    return replace(gpu, memory=float(properties.total_memory))
+    return replace(gpu, memory=float(properties.total_memory), chip=(properties.major, properties.minor))

@@ -7,6 +7,11 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
 
+import torch
+from vsa_kernels import BlockIndex
+from vsa_kernels.block_sparse.dispatch import kernels_of
+from vsa_kernels.block_sparse.mask import BlockMask
+
 from vsa.attention.denoising import DenoisingTopk, Row
 from vsa.attention.layout import TileLayout
 from vsa.models.flops import linear_flops
@@ -68,6 +73,7 @@ class Job:
         averaged: whether an average of the first network's weights is kept.
         level: level of activation checkpointing.
         compiled: whether blocks are compiled.
+        chip: compute capability of the GPU, which decides about kernels; None: unknown, one without a workspace.
         keeps_gradients: whether gradients stay allocated until the next step's backward (Lightning's own order).
         fused: whether AdamW updates without temporaries, as it does on GPUs.
     """
@@ -85,6 +91,7 @@ class Job:
     averaged: bool = True
     level: Level = "none"
     compiled: bool = False
+    chip: tuple[int, int] | None = None
     keeps_gradients: bool = True
     fused: bool = True
 
@@ -113,8 +120,21 @@ class Job:
             tiles=self.batch * tiles,
             # index lists are padded to a multiple of 32
             capacity=-(-topk // 32) * 32,
+            workspace=self._workspace(network, topk) if tiles else 0,
             compiled=self.compiled,
         )
+
+    def _workspace(self, network: PlannedNetwork, topk: int) -> int:
+        """Bytes that the operator's backward takes and gives back."""
+        if self.chip is None:
+            return 0
+        blocks, heads = layout_of(network, self.latent_shape).blocks, network.model.num_heads
+        with torch.device("meta"):
+            x = torch.empty(self.batch, self.tokens(network), heads, network.model.head_dim, dtype=torch.bfloat16)
+            lists = torch.empty(1, 1, blocks.num, topk, dtype=torch.int32)
+        index = BlockIndex(kv_indices=lists, kv_num_blocks=lists[..., 0])
+        mask = BlockMask(index=index, q_blocks=blocks, kv_blocks=blocks, kv_valid=None)
+        return kernels_of(x, x, x, mask, self.chip).workspace
 
     def linear(self, network: PlannedNetwork, part: str = "") -> float:
         """FLOPs of the linear layers in the forward of a sample."""

@@ -25,7 +25,7 @@ Shape = tuple[int, ...]
 
 
 def _jobs_of(
-    cfg: Any, module: Any, shapes: Mapping[Shape, int], text: int, *, ranks: int
+    cfg: Any, module: Any, shapes: Mapping[Shape, int], text: int, *, ranks: int, chip: tuple[int, int] | None
 ) -> Callable[[int], list[Any]]:
     """Function of an optimizer step that gives fraction and `Job` of each latent shape."""
     micro_batches, batch_size = cfg.trainer.accumulate_grad_batches, cfg.data.batch_size
@@ -51,6 +51,7 @@ def _jobs_of(
         "reduce_each": not isinstance(strategy, str) and bool(strategy.get("reduce_each")),
         "averaged": any(target.endswith(".EMA") for target in targets),
         "level": "none" if _is_automatic(cfg) else cfg.task.parallel.activation_checkpointing,
+        "chip": chip,
         "compiled": bool(cfg.task.parallel.get("compile", False)),
     }
     total = sum(shapes.values())
@@ -306,6 +307,6 @@ def estimate_of(cfg: Any, module: Any, shapes: Mapping[Shape, int], text: int, g
         gpu: kind of GPU.
         ranks: number of GPUs.
     """
-    jobs = _jobs_of(cfg, module, shapes, text, ranks=ranks)
+    jobs = _jobs_of(cfg, module, shapes, text, ranks=ranks, chip=gpu.chip)
     estimate = Estimate(gpu=gpu, jobs=jobs, steps=_steps_of(cfg, jobs), automatic=_is_automatic(cfg))
     return estimate.at(estimate.least_level(gpu.memory * (1 - MARGIN)) or "full") if estimate.automatic else estimate
