@@ -19,7 +19,7 @@ from vsa_kernels.block_index import BlockIndex
 from vsa_kernels.block_sparse import hopper_fwd, triton_bwd
 from vsa_kernels.block_sparse.dispatch import ranges_of
 from vsa_kernels.block_sparse.mask import BlockMask
-from vsa_kernels.launch import launch
+from vsa_kernels.launch import cdiv, launch
 
 
 @triton.jit(do_not_specialize=["capacity", "num_rows"])
@@ -50,7 +50,7 @@ def split(index: BlockIndex, num_kv: int, ranges: int) -> list[BlockIndex]:
     launch(
         _split_kernel, (counts.numel(),),
         lists, counts, parts, lengths, lists.shape[-1], counts.numel(),
-        WIDTH=triton.cdiv(num_kv, ranges), RANGES=ranges, BLOCK=128, num_warps=1,
+        WIDTH=cdiv(num_kv, ranges), RANGES=ranges, BLOCK=128, num_warps=1,
     )  # fmt: skip
     return [BlockIndex(kv_indices=x, kv_num_blocks=n) for x, n in zip(parts, lengths, strict=True)]
 
@@ -88,7 +88,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scale: float) -> t
         hopper_fwd.forward(q, k, v, replace(mask, index=part), scale, into=(out, lse))
     out, lse = torch.empty_like(outs[0]), torch.empty_like(lses[0])
     launch(
-        _merge_kernel, (triton.cdiv(L, 32) * H, B),
+        _merge_kernel, (cdiv(L, 32) * H, B),
         outs, lses, out, lse, L, H, B * H * L, RANGES=ranges, D=D, BLOCK=32, num_warps=4,
     )  # fmt: skip
     return out, lse
