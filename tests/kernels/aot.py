@@ -431,6 +431,19 @@ def tiles_of_128(p: Problem) -> None:
         hopper_bwd128.dkv(q, lse, lse, q, k, v, mask, 0.1, shares[1:])
 
 
+def long_rows(p: Problem) -> None:
+    """The forward in three ranges of keys, and the sum of dq over them."""
+    from vsa_kernels.block_sparse import triton_ranges
+
+    if launch.capability(torch.device("cpu")) != (9, 0):
+        return
+    mask, kv_heads = p.mask(), p.heads // p.group
+    q, k, v = p.tokens(mask.q_blocks, p.heads), *(p.tokens(mask.kv_blocks, kv_heads) for _ in range(2))
+    triton_ranges.ranges_of = lambda _: 3
+    _, lse = triton_ranges.forward(q, k, v, mask, 0.1)
+    triton_ranges.dq(q, lse, lse, q, k, v, mask, 0.1, p.means(p.heads))
+
+
 STAGES: tuple[Callable[[Problem], None], ...] = (
     fine, skipping, coarse, transpose, pooling, mean_scores, norm_rope, linear_gelu, residual_norm,
     selection, gates, operator, gathered,
@@ -468,7 +481,7 @@ def plan(name: str) -> Iterator[tuple[str, Callable[[], None]]]:
     problems: dict[Problem, tuple[Callable[[Problem], None], ...]] = {}
     if name == "quick":
         ragged = replace(tuned, even=False, group=2)
-        problems = {tuned: STAGES, ragged: BY_SHAPE}
+        problems = {tuned: (*STAGES, long_rows), ragged: BY_SHAPE}
         problems |= {replace(p, masked=True): (fine,) for p in (tuned, ragged)}
         problems |= {replace(p, blocks=(128, 128)): (tiles_of_128,) for p in (tuned, ragged)}
     elif name == "tuned":

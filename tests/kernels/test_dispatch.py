@@ -59,7 +59,7 @@ def test_long_rows_of_tiles_of_64_are_computed_in_ranges():
         )
         index = BlockIndex(kv_indices=lists, kv_num_blocks=lists[..., 0])
         mask = BlockMask(index=index, q_blocks=blocks, kv_blocks=blocks, kv_valid=None)
-        names = ("ranges", "triton_bwd", "ranges") if long else ("hopper_fwd", *PLAIN)
+        names = ("triton_ranges", "triton_bwd", "triton_ranges") if long else ("hopper_fwd", *PLAIN)
         assert dispatch.kernels_of(x, x, x, mask, (9, 0))[:3] == names
         assert dispatch.kernels_of(x, x, x, mask, (8, 0))[:3] == ("triton_fwd", *PLAIN)
 

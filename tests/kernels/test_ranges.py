@@ -20,7 +20,7 @@ def in_ranges(triton_device):
     """Rows of any length have three ranges; where kernels are interpreted, that of Triton stands for Hopper's."""
     if not INTERPRETED and not HOPPER:
         pytest.skip("needs a CUDA device of capability 9.0, or interpreted kernels")
-    from vsa_kernels.block_sparse import hopper_fwd, ranges, triton_fwd
+    from vsa_kernels.block_sparse import hopper_fwd, triton_fwd, triton_ranges
 
     def stand_in(q, k, v, mask, scale, into):
         for to, x in zip(into, triton_fwd.forward(q, k, v, mask, scale), strict=True):
@@ -30,9 +30,9 @@ def in_ranges(triton_device):
         if INTERPRETED:
             patches.enter_context(mock.patch.object(dispatch, "_hopper", return_value=True))
             patches.enter_context(mock.patch.object(hopper_fwd, "forward", stand_in))
-        for module in (dispatch, ranges):
+        for module in (dispatch, triton_ranges):
             patches.enter_context(mock.patch.object(module, "ranges_of", return_value=3))
-        yield patches.enter_context(mock.patch.object(ranges, "split", wraps=ranges.split))
+        yield patches.enter_context(mock.patch.object(triton_ranges, "split", wraps=triton_ranges.split))
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -66,14 +66,14 @@ def test_triton_ranges_miss_nothing(in_ranges, triton_device):
     """The control: attention over two of three ranges is wrong."""
     dtype = torch.float32 if INTERPRETED else torch.bfloat16
     case = listing(make_case([64] * 3, [64] * 9, heads=2, head_dim=64, dtype=dtype, device=triton_device), 6)
-    from vsa_kernels.block_sparse import ranges
+    from vsa_kernels.block_sparse import triton_ranges
 
     def short(index, num_kv, parts):
         *kept, last = whole(index, num_kv, parts)
         return [*kept, replace(last, kv_num_blocks=torch.zeros_like(last.kv_num_blocks))]
 
     whole = in_ranges
-    with mock.patch.object(ranges, "split", short), pytest.raises(AssertionError):
+    with mock.patch.object(triton_ranges, "split", short), pytest.raises(AssertionError):
         assert_right(case, run(case, "triton"))
 
 

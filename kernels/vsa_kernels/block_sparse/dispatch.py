@@ -70,7 +70,7 @@ def _any(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, chip: Chip) -> bool:
 
 # the first row whose condition holds computes a call
 FORWARD: tuple[tuple[Condition, str], ...] = (
-    (_long_rows, "ranges"),
+    (_long_rows, "triton_ranges"),
     (_tiles_of_64, "hopper_fwd"),
     (_tiles_of_128, "hopper_fwd128"),
     (_any, "triton_fwd"),
@@ -79,7 +79,7 @@ FORWARD: tuple[tuple[Condition, str], ...] = (
 BACKWARD: tuple[tuple[Condition, str, str], ...] = (
     (_wide_heads_with_room, "hopper_bwd128", "hopper_bwd128"),
     (_wide_heads, "hopper_bwd128", "triton_bwd"),
-    (_long_rows, "triton_bwd", "ranges"),
+    (_long_rows, "triton_bwd", "triton_ranges"),
     (_any, "triton_bwd", "triton_bwd"),
 )
 
