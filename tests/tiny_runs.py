@@ -301,6 +301,9 @@ def command_line(
 
     def run_script(script: str, *arguments: str, full_errors: bool = False) -> tuple[int, str, str]:
         capsys.readouterr()
+        for stream in (sys.stdout, sys.stderr):
+            # as vsa.streams makes those of a process
+            stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
         with monkeypatch.context() as patch:
             patch.setenv("HYDRA_FULL_ERROR", "1" if full_errors else "0")
             patch.setattr(sys, "argv", [script, *arguments])

@@ -44,7 +44,7 @@ def one_line_errors(*extra: type[Exception], traceback: bool | None = None) -> I
         full = isinstance(error, OSError) and error.errno in NO_ROOM
         # stderr may be redirected to the full disk
         with suppress(OSError):
-            print(f"error: {message.encode(errors='backslashreplace').decode()}", file=sys.stderr)
+            print(f"error: {message}", file=sys.stderr)
         raise SystemExit(DISK_FULL if full else 1) from error
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
