@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from vsa_kernels import block_mean_pool, block_sparse_attn, select_topk
+from vsa_kernels import block_mean_pool, block_sparse_attn, block_sparse_kernels, select_topk
 from vsa_kernels.coarse_fine import coarse_fine_attn
 
 from . import checks
@@ -221,10 +221,14 @@ def _check_operator_of(p: Problem, backend: str) -> None:
 
 def _ours(name: str, p: Problem, backend: str, call: Callable[[], Tensor], leaves: tuple[Tensor, ...]) -> Op:
     pairs, executed = pair_counts(p.case, backend)
-    # the split backward of triton recomputes the logits twice, for dq and for dk, dv
+    case = p.case
+    # a split backward recomputes the logits twice, for dq and for dk, dv, unless these keep ds for dq
+    split = backend == "triton" and (
+        block_sparse_kernels(case.q, case.k, case.v, case.index, **case.blocks, backend=backend).dq != "hopper_bwd128"
+    )
     return Op(
-        name=name, call=call, inputs=leaves, dout=p.case.dout, head_dim=p.shape.head_dim,
-        pairs=pairs, executed=executed, products=7 if backend == "triton" else 5,
+        name=name, call=call, inputs=leaves, dout=case.dout, head_dim=p.shape.head_dim,
+        pairs=pairs, executed=executed, products=7 if split else 5,
     )  # fmt: skip
 
 
