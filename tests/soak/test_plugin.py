@@ -1,8 +1,8 @@
 """The table of the soak: a row is green only if all of its tries were made and survived, on any number of workers."""
 
 import json
+import multiprocessing
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -45,23 +45,27 @@ def test_dies(attempt):
 
 
 def soak(folder: Path, *arguments: str) -> tuple[int, str]:
-    """Status and output of pytest on the rows above."""
+    """Status and output of pytest on the rows above, in a fork: a new process would import torch for the table."""
     (folder / "test_rows.py").write_text(ROWS)
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-c",
-        str(ROOT / "pyproject.toml"),
-        "--rootdir",
-        str(folder),
-        str(folder),
-    ]
-    command += ["-p", "tests.soak.plugin", "-p", "no:cacheprovider", *arguments, "--table", str(folder / "soak.json")]
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST")}
-    environment["PYTHONPATH"] = os.pathsep.join((str(ROOT), str(ROOT / "kernels")))
-    result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
-    return result.returncode, result.stdout + result.stderr
+    words = ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(folder), str(folder)]
+    words += ["-p", "tests.soak.plugin", "-p", "no:cacheprovider", *arguments, "--table", str(folder / "soak.json")]
+
+    def run() -> None:
+        os.chdir(folder)
+        with open("output", "wb") as file:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
+        sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
+        for name in [name for name in os.environ if name.startswith("PYTEST")]:
+            del os.environ[name]
+        os.environ["PYTHONPATH"] = os.pathsep.join((str(ROOT), str(ROOT / "kernels")))
+        sys.exit(int(pytest.main(words)))
+
+    process = multiprocessing.get_context("fork").Process(target=run)
+    process.start()
+    process.join()
+    assert process.exitcode is not None
+    return process.exitcode, (folder / "output").read_text()
 
 
 @pytest.mark.parametrize("workers", [(), ("-n", "2")], ids=["one process", "workers"])
