@@ -46,6 +46,7 @@ _KINDS = {
             "_list_kernel",
             "_order_kernel",
             "_pad_kernel",
+            "_by_block_kernel",
             "_pack_kernel",
         ),
     ),

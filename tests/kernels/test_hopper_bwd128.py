@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
-from vsa_kernels import set_workspace_limit, workspace_limit
+from vsa_kernels import Blocks, set_workspace_limit, workspace_limit
 from vsa_kernels.block_sparse import dispatch
 from vsa_kernels.block_sparse.triton_index import TransposedIndex
 from vsa_kernels.testing import assert_right, define, make_case, run
@@ -35,6 +35,19 @@ def launch(request):
 
     with limited(request.param), mock.patch.object(hopper_bwd128, "launch", wraps=hopper_bwd128.launch) as calls:
         yield calls
+
+
+def test_statistics_by_block_of_unaligned_tile128(triton_device):
+    from vsa_kernels.block_sparse.hopper_bwd128 import _by_block
+
+    sizes = [128, 65, 100, 127, 128]
+    lse, delta = torch.randn(2, 2, 3, sum(sizes), device=triton_device)
+    padded_lse, padded_delta = _by_block(lse, delta, Blocks.from_sizes(sizes, triton_device))
+    for padded, x, rest in ((padded_lse, lse, torch.inf), (padded_delta, delta, 0.0)):
+        assert padded.shape == (2, 3, len(sizes), 128)
+        for n, tokens in enumerate(x.split(sizes, -1)):
+            assert padded[:, :, n, : sizes[n]].equal(tokens)
+            assert (padded[:, :, n, sizes[n] :] == rest).all()
 
 
 @pytest.mark.parametrize("room", [2, 3, 4, 12], ids="room for {}".format)

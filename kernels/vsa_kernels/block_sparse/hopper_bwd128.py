@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -306,6 +305,10 @@ def backward(
     # [pairs of blocks * BLOCK, BLOCK]
     workspace = q.new_empty((size // (BLOCK.value * q.element_size()), BLOCK.value))
     keys = _keys_of(k, mask.kv_blocks)
+    if (samples, group) == (B, H):
+        _run_dkv(dout, delta, lse, q, k, v, mask, columns, scale, means[1:], workspace, dk, dv)
+        _run_dq(keys, mask, scale, means[0], workspace, dq)
+        return dq, dk, dv
     for b in range(0, B, samples):
         for h in range(0, H, group):
             q_at = slice(b, b + samples), slice(None), slice(h, h + group)
@@ -377,7 +380,8 @@ def _run_dkv(
     even = q_blocks.min_size == kv_blocks.min_size == BLOCK.value
     kept = None if workspace is None else _descriptor(workspace, (ROWS.value, ROWS.value))
     tiles = [_described(x, ROWS.value) for x in (q, k, v, dout)]
-    lines = [_line(x, q_blocks, even, rest) for x, rest in ((lse, torch.inf), (delta, 0))]
+    numbers = (lse, delta) if even else _by_block(lse, delta, q_blocks)
+    lines = [TensorDescriptor(x, [x.numel()], [1], [ROWS.value], LINE_LAYOUT.value) for x in numbers]
     launch(
         _hopper_dkv128_kernel, (kv_blocks.num * B * Hkv,),
         *tiles, *lines, kept, dk, dv, *shares, order, columns.rows, columns.ids, columns.row_offsets,
@@ -413,10 +417,27 @@ def _descriptor(x: Tensor, box: tuple[int, int]) -> TensorDescriptor:
     return TensorDescriptor(x, list(x.shape), [x.stride(0), 1], list(box), SHARED_LAYOUT)
 
 
-def _line(x: Tensor, blocks: Blocks, even: bool, rest: float) -> TensorDescriptor:
-    """Numbers fp32 `[B, H, L]` by block, `rest` past the end of short ones: copies start at whole 16 bytes."""
-    if not even:
-        place = torch.arange(BLOCK.value, device=x.device)
-        token = (blocks.offsets[:-1, None] + place).clamp(max=x.shape[2] - 1)
-        x = x[..., token].masked_fill_(place >= blocks.sizes[:, None], rest)
-    return TensorDescriptor(x, [x.numel()], [1], [ROWS.value], LINE_LAYOUT.value)
+@triton.jit
+def _by_block_kernel(lse, delta, out_lse, out_delta, offsets, L, num_q, BLOCK: tl.constexpr):
+    i_tile = tl.program_id(0).to(tl.int64)
+    i_bh, i_n = i_tile // num_q, i_tile % num_q
+    start = tl.load(offsets + i_n)
+    o_m = tl.arange(0, BLOCK)
+    m_m = start + o_m < tl.load(offsets + i_n + 1)
+    at = i_bh * L + start + o_m
+    tl.store(out_lse + i_tile * BLOCK + o_m, tl.load(lse + at, mask=m_m, other=float("inf")))
+    tl.store(out_delta + i_tile * BLOCK + o_m, tl.load(delta + at, mask=m_m, other=0.0))
+
+
+def _by_block(lse: Tensor, delta: Tensor, blocks: Blocks) -> tuple[Tensor, Tensor]:
+    """Both, contiguous fp32 `[B, H, L]`, as `[B, H, Nq, BLOCK]`: copies of a block start at whole 16 bytes.
+
+    Past the end of short blocks lse is inf, so that p is 0, and delta 0.
+    """
+    B, H, L = lse.shape
+    padded = [x.new_empty((B, H, blocks.num, BLOCK.value)) for x in (lse, delta)]
+    launch(
+        _by_block_kernel, (B * H * blocks.num,),
+        lse, delta, *padded, blocks.offsets, L, blocks.num, BLOCK=BLOCK.value, num_warps=1,
+    )  # fmt: skip
+    return padded[0], padded[1]

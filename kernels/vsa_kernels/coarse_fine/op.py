@@ -144,20 +144,18 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     ctx.mark_non_differentiable(*output[1:])
     # otherwise autograd would allocate a zero gradient for each of the other outputs
     ctx.set_materialize_grads(False)
-    call = Call(*inputs)
-    tensors = {name: x for name, x in call._asdict().items() if isinstance(x, Tensor)}
-    ctx.names, ctx.constants = tuple(tensors), call._replace(**dict.fromkeys(tensors))
-    ctx.save_for_backward(*output[1:], *tensors.values())
+    q, k, v, gate_coarse, gate_fine, q_offsets, q_max, q_min, kv_offsets, *ctx.numbers = inputs
+    ctx.q_sizes = q_max, q_min
+    ctx.save_for_backward(*output[1:], q, k, v, gate_coarse, gate_fine, q_offsets, kv_offsets)
 
 
 def _backward(ctx: Any, dout: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
     grads: list[Tensor] = []
     if dout is not None:
         # read once: under activation checkpointing a second access raises an error
-        tensors = ctx.saved_tensors
-        saved, inputs = tensors[: len(Saved._fields)], tensors[len(Saved._fields) :]
-        call = ctx.constants._replace(**dict(zip(ctx.names, inputs, strict=True)))
-        grads = coarse_fine_bwd(dout, *saved, *call)
+        *saved, q, k, v, gate_coarse, gate_fine, q_offsets, kv_offsets = ctx.saved_tensors
+        offsets = q_offsets, *ctx.q_sizes, kv_offsets
+        grads = coarse_fine_bwd(dout, *saved, q, k, v, gate_coarse, gate_fine, *offsets, *ctx.numbers)
     return *grads, *(None for _ in Call._fields[len(grads) :])
 
 
