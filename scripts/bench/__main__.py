@@ -4,6 +4,7 @@
     python -m scripts.bench table benchmarks/*.json
 
 fine    the block-sparse kernel with a given index
+peers   the same in tiles of 64 and of 128 with equal kept tokens beside cuDNN, FlashAttention-4 and FastVideo
 coarse  pooling, coarse attention, scores, top-k and the transposed index, each alone and their sum
 selection  selection by share beside top-k and a sort, and SpargeAttn's prediction beside dense attention
 neighborhood  the block-sparse kernel on windows of several strides, with and without the permutation of the tokens

@@ -27,7 +27,7 @@ from .linear_gelu import check_layer as check_linear_gelu
 from .linear_gelu import linear_gelu
 from .neighborhood import check_strides, neighborhood
 from .norm_rope import check_rotation, norm_rope
-from .peers import add_peers
+from .peers import add_peers, check_peers
 from .problems import SELECTION_SHAPES, Problem, Shape, pair_counts, problem
 from .residual_norm import check_residual, residual_norm
 from .selection import check_selection, selection
@@ -36,6 +36,8 @@ from .timing import BACKWARD, BOTH, FORWARD, Measured, Op, Setup, Skipped, again
 
 # most bytes of scores in memory at a time, as in the operator
 _SCORE_BYTES = 64 << 20
+# of the case of the same name: no peer whose speed at these sizes is known to be far below the others'
+_PEERS = ("dense-cudnn", "dense-fa4", "fastvideo", "cudnn", "fa4-128")
 
 
 def fine(shape: Shape, setup: Setup) -> Measured:
@@ -49,6 +51,25 @@ def fine(shape: Shape, setup: Setup) -> Measured:
         checks.check_measured(case, backend)
         ops.append(_ours(backend, p, backend, lambda backend=backend: attend(backend=backend)[0], leaves))
     return Measured(measure([replace(op, passes=(FORWARD, BACKWARD, BOTH)) for op in ops], setup), skipped)
+
+
+def peers(shape: Shape, setup: Setup) -> Measured:
+    """The fine stage in the shape's tiles and in tiles of twice as many tokens, half as many per list: equal kept
+    tokens; beside the peers that are right, see `check_peers`."""
+    right, wrong = check_peers(_PEERS, setup.dtype, setup.device)
+    t, h, w = shape.tile_thw
+    double = replace(shape, tile_thw=(t, h, 2 * w), topk=max(1, shape.topk // 2))
+    rows, skipped = list[dict[str, Any]](), Skipped(wrong)
+    for tiles in (shape, double):
+        # dense attention has no tiles: once
+        names = [name for name in right if tiles is shape or not name.startswith("dense")]
+        result = fine(tiles, replace(setup, peers=names))
+        rows += [{**row, **tiles.row()} for row in result.rows]
+        skipped |= result.skipped
+    dense = {row["pass"]: row for row in rows if row["op"] == "dense-cudnn"}
+    for row in rows:
+        against(row, dense.get(row["pass"]))
+    return Measured(rows, skipped)
 
 
 def vsa(shape: Shape, setup: Setup) -> Measured:
@@ -165,9 +186,15 @@ def _check_layer(backend: str, setup: Setup) -> list[str]:
     return lines
 
 
+def _check_peers(backend: str, setup: Setup) -> list[str]:
+    lines = [checks.check(backend, setup.dtype, setup.device)]
+    return lines + list(check_peers(_PEERS, setup.dtype, setup.device)[0].values()) * (backend == setup.backends[-1])
+
+
 CASES = {
     "fine": Case(fine, lambda backend, s: [checks.check(backend, s.dtype, s.device)]),
     "coarse": Case(coarse, lambda backend, s: [checks.check_operator(backend, s.dtype, s.device)]),
+    "peers": Case(peers, _check_peers, ["paper-16k-d128", "32k-d128", "76k-d128", "128k-d128", "220k-d128"]),
     "vsa": Case(vsa, lambda backend, s: [checks.check_operator(backend, s.dtype, s.device)]),
     "layer": Case(layer, _check_layer),
     "step": Case(step, _check_network),
