@@ -17,7 +17,7 @@ from vsa_kernels.block_sparse.dispatch import Kernels
 from vsa_kernels.dispatch import BLOCK_SPARSE_BACKENDS, resolve_backend
 
 PACKAGES = ("vsa-train", "lightning", "hydra-core", "diffusers", "transformers", "peft")
-KERNEL_PACKAGES = ("triton", "fastvideo-kernel")
+KERNEL_PACKAGES = ("triton", "fastvideo-kernel", "nvidia-cudnn-frontend")
 
 
 def process_start() -> float:

@@ -88,17 +88,17 @@ def check_device(name: str, x: Tensor | None, like: str, other: Tensor) -> None:
 def check_scale(scale: float | None, head_dim: int, backend: str = "reference") -> float:
     """The factor of the logits that is passed to a backend, default `head_dim ** -0.5`.
 
-    A scale of 0 gives all visible keys of a query the same weight. `triton` gets the smallest normal number instead:
-    its masked logits are -inf before they are scaled, and -inf * 0 is NaN; visible logits below 1e30 round to 0.
+    A scale of 0 gives all visible keys of a query the same weight. `triton` and `cudnn` get the smallest normal number
+    instead: masked logits are -inf before they are scaled, and -inf * 0 is NaN; visible logits below 1e30 round to 0.
 
     Raises:
-        ValueError: a factor that is NaN or not finite in fp32, or negative for `triton`.
+        ValueError: a factor that is NaN or not finite in fp32, or negative for `triton` or `cudnn`.
     """
     factor = head_dim**-0.5 if scale is None else scale
     if not abs(factor) <= torch.finfo(torch.float32).max:
         raise ValueError(f"scale must be finite, got {factor}")
-    if backend != "triton":
+    if backend not in ("triton", "cudnn"):
         return factor
     if not factor >= 0:
-        raise ValueError(f"scale must not be negative for backend triton, got {factor}")
+        raise ValueError(f"scale must not be negative for backend {backend}, got {factor}")
     return max(factor, torch.finfo(torch.float32).tiny)

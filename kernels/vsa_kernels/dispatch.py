@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.util
+
 import torch
 
 from vsa_kernels.launch import capability
 
-BLOCK_SPARSE_BACKENDS = ("reference", "gather", "triton")
+BLOCK_SPARSE_BACKENDS = ("reference", "gather", "triton", "cudnn")
 """Implementations of `block_sparse_attn` by name."""
 
 MAX_HEAD_DIM = 256
@@ -21,7 +24,8 @@ def check_backend_name(name: str | None) -> None:
 def resolve_backend(name: str | None, device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
     """The backend of one call.
 
-    None picks `triton` where it can run and `gather` elsewhere. A named backend never falls back to another one.
+    None picks `triton` where it can run and `gather` elsewhere, never `cudnn`. A named backend never falls back to
+    another one.
 
     Args:
         name: requested backend, None for the automatic choice.
@@ -32,12 +36,12 @@ def resolve_backend(name: str | None, device: torch.device, dtype: torch.dtype, 
     check_backend_name(name)
     if name in ("reference", "gather"):
         return name
-    refusal = _triton_refusal(device, dtype, head_dim)
+    refusal = (_cudnn_refusal if name == "cudnn" else _triton_refusal)(device, dtype, head_dim)
     if name is None:
         # the interpreter runs only on request, in tests
         return "triton" if refusal is None and device.type == "cuda" else "gather"
     if refusal is not None:
-        raise ValueError(f"backend triton {refusal}")
+        raise ValueError(f"backend {name} {refusal}")
     return name
 
 
@@ -56,6 +60,29 @@ def _triton_refusal(device: torch.device, dtype: torch.dtype, head_dim: int) -> 
     if not _can_launch(device):
         return f"needs a CUDA device of capability 8.0 or newer, or the environment TRITON_INTERPRET=1, got {device}"
     return None
+
+
+def _cudnn_refusal(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+    if not _is_hopper(device):
+        return f"needs a GPU of compute capability 9.0, got {device}: set backend=triton"
+    if not _has_cudnn():
+        return "needs the package nvidia-cudnn-frontend: pip install 'vsa-train[cudnn]'"
+    if dtype != torch.bfloat16:
+        return f"takes bfloat16, got {dtype}: cast q, k and v, or set backend=triton"
+    if head_dim != 128:
+        return f"takes a head dim of 128, got {head_dim}: set backend=triton"
+    return None
+
+
+@torch.compiler.assume_constant_result
+def _is_hopper(device: torch.device) -> bool:
+    return device.type == "meta" or capability(device) == (9, 0)
+
+
+@torch.compiler.assume_constant_result
+@functools.cache
+def _has_cudnn() -> bool:
+    return importlib.util.find_spec("cudnn") is not None
 
 
 @torch.compiler.assume_constant_result

@@ -498,7 +498,7 @@ def test_wrong_bounds_are_wrong_numbers_without_the_check():
 
 
 def test_a_named_backend_is_never_replaced():
-    with pytest.raises(ValueError, match=r"reference, gather, triton or None .* got 'flash'"):
+    with pytest.raises(ValueError, match=r"reference, gather, triton, cudnn or None .* got 'flash'"):
         run(make_case([2], [2]), "flash")
 
 

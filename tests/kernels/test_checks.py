@@ -24,13 +24,12 @@ from vsa_kernels import (
 )
 from vsa_kernels.coarse_fine import coarse_attn, coarse_fine_attn
 from vsa_kernels.coarse_fine.op import coarse_fine_bwd, coarse_fine_fwd
-from vsa_kernels.dispatch import BLOCK_SPARSE_BACKENDS
 
 from vsa.attention.stats import tile_mass
 
 
 def backends(device: torch.device) -> tuple[str, ...]:
-    return BLOCK_SPARSE_BACKENDS if device.type == "cuda" else ("reference", "gather")
+    return ("reference", "gather", "triton") if device.type == "cuda" else ("reference", "gather")
 
 
 def attend(q: Tensor, k: Tensor, q_blocks: Blocks, kv_blocks: Blocks, backend: str | None = None) -> Any:

@@ -34,7 +34,7 @@ BAD_SETTINGS = [
     (["model.num_attention_heads=0"], "model.num_attention_heads=0: expected an integer from 1 to 4096, got 0"),
     (["attention.tile_thw=[0,2,2]"], "attention.tile_thw=[0,2,2]: expected a list of 3 values, each an integer of at"),
     (["attention.partition=spiral"], "attention.partition=spiral: expected one of cube, hilbert_run, raster_run, hil"),
-    (["attention.backend=nope"], "attention.backend=nope: expected one of reference, gather, triton, or null, got"),
+    (["attention.backend=nope"], "attention.backend=nope: expected one of reference, gather, triton, cudnn, or null"),
     (["attention=nope"], "attention/nope"),
     (
         ["attention=neighborhood"],

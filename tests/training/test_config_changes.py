@@ -51,6 +51,9 @@ OF_THE_RUN = [
     ("", "tile_thw=[2,2,2]", "tile_thw"),
     ("", "start=dense", "start.gate_init"),
     ("", "seed=4", "seed"),
+    # its results differ from run to run, those of the other backends do not
+    ("", "+attention.backend=cudnn", "attention.backend"),
+    ("+attention.backend=cudnn", "attention.backend=triton", "attention.backend"),
     ("", "+trainer.overfit_batches=2", "trainer.overfit_batches"),
     ("sparsity=missed_mass callbacks=diagnostics", "+callbacks.diagnostics.every_n_steps=7", "callbacks.diagnostics"),
 ]

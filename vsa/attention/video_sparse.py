@@ -32,7 +32,7 @@ from vsa.attention.scores import with_damage_first
 from vsa.attention.selection import select_blocks
 from vsa.settings import AtLeastOne, checked
 
-Backend = Literal["reference", "gather", "triton"]
+Backend = Literal["reference", "gather", "triton", "cudnn"]
 
 
 @checked
@@ -51,7 +51,8 @@ class VideoSparseAttention(AttentionMethod):
             attention) or model (weights as the model initialises its linear layers; biases 0 for the coarse and 1 for
             the fine gate). The paper zero-initialises the coarse gate for finetuning and does not state an
             initialisation from scratch.
-        backend: backend of `coarse_fine_attn`; None chooses by device.
+        backend: backend of `coarse_fine_attn`; None chooses by device, never cudnn, whose results differ in their
+            last bits from run to run.
         **layer: see `AttentionMethod`; dim is num_heads * head_dim.
     """
 

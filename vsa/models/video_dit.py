@@ -12,6 +12,7 @@ from typing import Annotated, Literal, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
+from vsa_kernels.dispatch import resolve_backend
 
 from vsa.attention.base import AttentionMethod
 from vsa.attention.context import AttnContext, Recorder
@@ -230,6 +231,16 @@ class VideoDiT(nn.Module):
     def predicts(self) -> bool:
         """Whether q and k determine the visited tiles by another rule than a top-k."""
         return self._block(0).method.predicts
+
+    @property
+    def attention_backend(self) -> str | None:
+        """Backend of the attention method on the device of the weights; None for a method without backends."""
+        method = self._block(0).method
+        if not hasattr(method, "backend"):
+            return None
+        return cast("str | None", method.backend) or resolve_backend(
+            None, self.proj_out.weight.device, torch.float32, method.head_dim
+        )
 
     def reset_parameters(self) -> None:
         """Initialise every parameter, also after `to_empty` of a model built on the meta device."""

@@ -60,6 +60,9 @@ FREE = (
 )
 """Other settings that a resumed run may change, each with all settings below it."""
 
+INEXACT = "cudnn"
+"""Backend of attention whose results differ from run to run: a change to it or from it is not free."""
+
 PART = ("trainer.overfit_batches", "trainer.fast_dev_run", "trainer.precision")
 """Exceptions within `FREE`, which a resumed run may not change."""
 
@@ -104,7 +107,7 @@ def changed_settings(before: Mapping[str, Any], cfg: DictConfig) -> list[Change]
     is_adaptive = getattr(target_class(now["sparsity"]["_target_"]), "measured", False)
     part = (*PART, "callbacks.diagnostics") if is_adaptive else PART
     changes = {
-        key: Change(key=key, before=was, now=value, free=_within(key, FREE) and not _within(key, part))
+        key: Change(key=key, before=was, now=value, free=_is_free(key, was, value, part))
         for key, was, value in _differences(old, now, "")
         if not _within(key, _COPIES) and (not _within(key, SHOWN) or _within(key, part))
     }
@@ -117,6 +120,11 @@ def changed_settings(before: Mapping[str, Any], cfg: DictConfig) -> list[Change]
         return bool(sources) and (change.free or any(_within(source, refused) for source in sources))
 
     return [change for change in changes.values() if not is_told_by_another(change)]
+
+
+def _is_free(key: str, was: Any, value: Any, part: Sequence[str]) -> bool:
+    inexact = key.endswith(".backend") and INEXACT in (was, value)
+    return _within(key, FREE) and not _within(key, part) and not inexact
 
 
 def refuse_unknown_keys(allow: Sequence[str], cfg: DictConfig, before: Mapping[str, Any]) -> None:

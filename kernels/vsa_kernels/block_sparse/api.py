@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from vsa_kernels.block_index import BlockIndex, Blocks, packed
+from vsa_kernels.block_sparse import cudnn
 from vsa_kernels.block_sparse.checks import check_mask, check_mask_values, check_outputs
 from vsa_kernels.block_sparse.dispatch import Kernels, kernels_of
 from vsa_kernels.block_sparse.mask import BlockMask
@@ -46,7 +47,7 @@ def block_sparse_attn(
         kv_blocks: partition of the S kv tokens.
         kv_valid: int32 `[B, Nkv]`, number of leading tokens of block n that exist in sample b; None: all of them.
         scale: factor of the logits, default D ** -0.5; a scale of 0 gives the mean over the selected tokens.
-        backend: `reference`, `gather`, `triton` or None (automatic, see `resolve_backend`).
+        backend: `reference`, `gather`, `triton`, `cudnn` or None (automatic, see `resolve_backend`).
         check_values: also check the values of offsets, lists, counts and their bounds on the device and raise a
             ValueError where they break their contract; for debugging, since it waits for the device.
 
@@ -119,6 +120,8 @@ def block_sparse_attn_backward(
     how = _checked(q, k, v, mask, scale, backend)
     check_outputs(q, dout, out, lse, dlse)
     refuse_forward_mode(dout, out, lse, q, k, v, dlse)
+    if how[1] == "cudnn":
+        cudnn.check_no_dlse(dlse)
     dlse = torch.zeros_like(lse) if dlse is None else dlse
     # the kernels assume contiguous rows
     saved = (packed(dout), dlse, out.contiguous(), lse.contiguous())
@@ -157,4 +160,6 @@ def _checked(
     check_blocks("kv_blocks", mask.kv_blocks, "k", k)
     check_mask(q, mask)
     resolved_backend = resolve_backend(backend, q.device, q.dtype, q.shape[-1])
+    if resolved_backend == "cudnn":
+        cudnn.check_call(q, k, mask)
     return check_scale(scale, q.shape[-1], resolved_backend), resolved_backend

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from vsa_kernels.block_index import packed
-from vsa_kernels.block_sparse import dispatch, gather, reference
+from vsa_kernels.block_sparse import cudnn, dispatch, gather, reference
 from vsa_kernels.block_sparse.mask import BlockMask, lse_dtype
 from vsa_kernels.modes import without_autocast
 from vsa_kernels.registration import define_op, register_autograd
@@ -36,6 +36,8 @@ def block_sparse_fwd(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tenso
         return _outputs_like(q)
     if backend == "triton":
         return dispatch.forward(q, k, v, mask, scale)
+    if backend == "cudnn":
+        return cudnn.forward(q, k, v, mask, scale)
     with without_autocast(q.device):
         return _PLAIN[backend].forward(q, k, v, mask, scale)
 
@@ -65,6 +67,8 @@ def block_sparse_bwd(
 
         delta = triton_bwd.delta(dout, out, lse, dlse)
         return dispatch.backward(dout, delta, lse, q, k, v, mask, scale)
+    if backend == "cudnn":
+        return cudnn.backward(dout, out, lse, q, k, v, mask, scale)
     # delta of a query without kv tokens is set to 0: its dlse is arbitrary and must not reach other gradients
     delta = (dout.to(lse.dtype) * out).sum(-1).transpose(1, 2) - dlse
     delta = delta.masked_fill(lse == -torch.inf, 0)
@@ -85,13 +89,19 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
     out, lse = output
     ctx.is_tensor = [isinstance(x, Tensor) for x in inputs]
     ctx.constants = [None if isinstance(x, Tensor) else x for x in inputs]
+    # a gradient of lse is None where lse is not used: `cudnn` refuses any other
+    ctx.set_materialize_grads(inputs[-1] != "cudnn")
     ctx.save_for_backward(out, lse, *(x for x in inputs if isinstance(x, Tensor)))
 
 
-def _backward(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
     out, lse, *tensors = ctx.saved_tensors
     saved = iter(tensors)
     inputs = [next(saved) if t else c for t, c in zip(ctx.is_tensor, ctx.constants, strict=True)]
+    if inputs[-1] == "cudnn":
+        cudnn.check_no_dlse(dlse)
+        dlse = torch.zeros_like(lse)
+    assert dout is not None
     # packed like q, k and v, so that sums over D have one order whatever the memory layout of dout
     grads = block_sparse_bwd(packed(dout), dlse, out, lse, *inputs)
     return (*grads, *(None for _ in inputs[3:]))

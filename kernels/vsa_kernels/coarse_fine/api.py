@@ -58,7 +58,8 @@ def coarse_fine_attn(
             row; None: all.
         always: bool `[Nq, Nkv]`, blocks that the fine stage attends to besides the topk; None: none.
         scale: factor of the logits of both stages, default D ** -0.5.
-        backend: `reference`, `gather`, `triton` or None (automatic, see `resolve_backend`).
+        backend: `reference`, `gather`, `triton`, `cudnn` (the fine stage alone) or None (automatic, see
+            `resolve_backend`).
 
     Source: Zhang et al., "VSA: Faster Video Diffusion with Trainable Sparse Attention", sections 2.2 and 2.3.
     """
