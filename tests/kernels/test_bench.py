@@ -72,6 +72,27 @@ def test_every_case_runs(bench, tmp_path, capsys, case):
         assert total["median_ms"] == pytest.approx(sum(r["median_ms"] for r in pieces), abs=1e-3)
 
 
+def test_peers_are_timed_in_two_tile_sizes_after_a_comparison_with_fp64(bench, tmp_path, monkeypatch):
+    peers = importlib.import_module("scripts.bench.peers")
+    monkeypatch.setattr(peers, "_CHECKED", (bench.tiny,))
+    peers.check_peers.cache_clear()
+    right, wrong = peers.check_peers(("dense",), torch.float32, CPU)
+    assert "dense torch.float32, 64 tokens, relative errors from fp64: out " in right["dense"]
+    assert not wrong
+    # a wrong peer is left out, with the reason
+    peers.check_peers.cache_clear()
+    results = peers._results
+    monkeypatch.setattr(peers, "_results", lambda op: {**results(op), "dk": results(op)["dk"] * 1.01})
+    right, wrong = peers.check_peers(("dense",), torch.float32, CPU)
+    assert not right
+    assert "dk is off by 0.01" in wrong["dense"]
+    peers.check_peers.cache_clear()
+    out = tmp_path / "report.json"
+    bench.main(["peers", *FAST, "--out", str(out)])
+    rows = json.loads(out.read_text())["rows"]
+    assert [(row["block"], row["topk"]) for row in rows[::3]] == [(8, 2), (16, 1)]
+
+
 def test_a_training_step_is_timed_at_every_level_of_checkpointing(bench, tmp_path):
     out = tmp_path / "report.json"
     bench.main(["step", *FAST, "--levels", "attention", "full", "--out", str(out)])
