@@ -6,7 +6,8 @@
 # Needs torch, triton, pytest, pytest-timeout and hypothesis for PYTHON (default python3); nothing is installed.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 2
-export PYTHONPATH=.:kernels${PYTHONPATH:+:$PYTHONPATH}
+# several processes share the cores
+export PYTHONPATH=.:kernels${PYTHONPATH:+:$PYTHONPATH} OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 python=${PYTHON:-python3} log=outputs/gpu_tests.log
 unset TRITON_INTERPRET
 while [ $# -gt 0 ]; do

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 
 import torch
@@ -80,7 +79,6 @@ def _is_hopper(device: torch.device) -> bool:
 
 
 @torch.compiler.assume_constant_result
-@functools.cache
 def _has_cudnn() -> bool:
     return importlib.util.find_spec("cudnn") is not None
 
