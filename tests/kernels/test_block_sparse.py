@@ -146,6 +146,27 @@ def test_an_undefined_lse_gradient_of_an_empty_row_stays_there(backend, device):
         assert torch.equal(actual[name], clean[name])
 
 
+def assert_alone_is_with_zeros(case: Case, backend: str) -> None:
+    """An output without a gradient counts as one with a gradient of 0, and without any launch for zeros."""
+    for used in ("out", "lse"):
+        leaves = [x.detach().requires_grad_() for x in (case.q, case.k, case.v)]
+        out, lse = block_sparse_attn(*leaves, case.index, **case.blocks, kv_valid=case.kv_valid, backend=backend)
+        x, grad = (out, case.dout) if used == "out" else (lse, case.dlse.to(lse.dtype))
+        alone = torch.autograd.grad(x, leaves, grad)
+        zeros = {"out": {"dlse": torch.zeros_like(case.dlse)}, "lse": {"dout": torch.zeros_like(case.dout)}}[used]
+        whole = run(replace(case, **zeros), backend)
+        for name, actual in zip(("dq", "dk", "dv"), alone, strict=True):
+            assert torch.equal(actual, whole[name])
+            # dv has nothing of dlse
+            if name != "dv" or used == "lse":
+                assert not torch.equal(actual, run(case, backend)[name])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_outputs_that_are_not_used(backend, device):
+    assert_alone_is_with_zeros(make_case(**RAGGED, density=0.6, kv_valid=True, device=device), backend)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_unselected_blocks_get_exactly_zero_gradient(backend, device):
     case = make_case([4] * 3, [4] * 4, heads=2, kv_heads=1, density=1.0, device=device)

@@ -21,6 +21,7 @@ from vsa_kernels.testing import (
 )
 
 from tests.kernels.interpreted import further
+from tests.kernels.test_block_sparse import assert_alone_is_with_zeros
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
 
@@ -90,6 +91,12 @@ def test_an_undefined_lse_gradient_of_an_empty_row_stays_there(triton_device):
     actual = run(replace(case, dlse=dlse), "triton")
     for name in NAMES:
         assert torch.equal(actual[name], clean[name])
+
+
+def test_outputs_that_are_not_used(triton_device):
+    dtype = dtype_of(triton_device)
+    case = make_case([30, 40], [50, 20], density=1.0, dtype=dtype, device=triton_device)
+    assert_alone_is_with_zeros(case, "triton")
 
 
 def test_unselected_blocks_get_exactly_zero_gradient(triton_device):

@@ -5,7 +5,6 @@ B batch, L / S query / kv tokens, H / Hkv query / kv heads, D head dim, Nq / Nkv
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from vsa_kernels.block_index import BlockIndex, Blocks, packed
@@ -120,9 +119,6 @@ def block_sparse_attn_backward(
     how = _checked(q, k, v, mask, scale, backend)
     check_outputs(q, dout, out, lse, dlse)
     refuse_forward_mode(dout, out, lse, q, k, v, dlse)
-    if how[1] == "cudnn":
-        cudnn.check_no_dlse(dlse)
-    dlse = torch.zeros_like(lse) if dlse is None else dlse
     # the kernels assume contiguous rows
     saved = (packed(dout), dlse, out.contiguous(), lse.contiguous())
     return block_sparse_bwd(*saved, q, k, v, *mask.flatten(), *how)

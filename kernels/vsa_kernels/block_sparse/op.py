@@ -53,10 +53,10 @@ torch.library.register_fake(block_sparse_fwd, _outputs_like)
 @torch.library.custom_op(
     "vsa_kernels::block_sparse_bwd",
     mutates_args=(),
-    schema=f"(Tensor dout, Tensor dlse, Tensor out, Tensor lse, {_CALL}) -> (Tensor, Tensor, Tensor)",
+    schema=f"(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, {_CALL}) -> (Tensor, Tensor, Tensor)",
 )
 def block_sparse_bwd(
-    dout: Tensor, dlse: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any
+    dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     *flat, scale, backend = rest
     mask = BlockMask.unflatten(flat)
@@ -68,16 +68,18 @@ def block_sparse_bwd(
         delta = triton_bwd.delta(dout, out, lse, dlse)
         return dispatch.backward(dout, delta, lse, q, k, v, mask, scale)
     if backend == "cudnn":
+        cudnn.check_no_dlse(dlse)
         return cudnn.backward(dout, out, lse, q, k, v, mask, scale)
     # delta of a query without kv tokens is set to 0: its dlse is arbitrary and must not reach other gradients
-    delta = (dout.to(lse.dtype) * out).sum(-1).transpose(1, 2) - dlse
+    delta = (dout.to(lse.dtype) * out).sum(-1).transpose(1, 2)
+    delta = delta if dlse is None else delta - dlse
     delta = delta.masked_fill(lse == -torch.inf, 0)
     with without_autocast(q.device):
         return _PLAIN[backend].backward(dout, delta, lse, q, k, v, mask, scale)
 
 
 def _gradients_like(
-    _dout: Tensor, _dlse: Tensor, _out: Tensor, _lse: Tensor, q: Tensor, k: Tensor, v: Tensor, *_args: Any
+    _dout: Tensor, _dlse: Tensor | None, _out: Tensor, _lse: Tensor, q: Tensor, k: Tensor, v: Tensor, *_args: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     return q.new_empty(tuple(q.shape)), k.new_empty(tuple(k.shape)), v.new_empty(tuple(v.shape))
 
@@ -89,8 +91,8 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
     out, lse = output
     ctx.is_tensor = [isinstance(x, Tensor) for x in inputs]
     ctx.constants = [None if isinstance(x, Tensor) else x for x in inputs]
-    # a gradient of lse is None where lse is not used: `cudnn` refuses any other
-    ctx.set_materialize_grads(inputs[-1] != "cudnn")
+    # no zeros for the gradient of a lse that is not used
+    ctx.set_materialize_grads(False)
     ctx.save_for_backward(out, lse, *(x for x in inputs if isinstance(x, Tensor)))
 
 
@@ -98,10 +100,7 @@ def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tenso
     out, lse, *tensors = ctx.saved_tensors
     saved = iter(tensors)
     inputs = [next(saved) if t else c for t, c in zip(ctx.is_tensor, ctx.constants, strict=True)]
-    if inputs[-1] == "cudnn":
-        cudnn.check_no_dlse(dlse)
-        dlse = torch.zeros_like(lse)
-    assert dout is not None
+    dout = torch.zeros_like(out) if dout is None else dout
     # packed like q, k and v, so that sums over D have one order whatever the memory layout of dout
     grads = block_sparse_bwd(packed(dout), dlse, out, lse, *inputs)
     return (*grads, *(None for _ in inputs[3:]))

@@ -233,16 +233,18 @@ def _delta_kernel(
     b_o = load_tile(out, i_b, i_h, start, size, o_b, o_l, D, D, BLOCK, BLOCK_D, False).to(tl.float32)
     o_m = tl.arange(0, BLOCK)
     at = (i_b.to(tl.int64) * H + i_h) * L + start + o_m
-    b_delta = tl.sum(b_do * b_o, 1) - tl.load(dlse + at, mask=o_m < size, other=0.0)
+    b_delta = tl.sum(b_do * b_o, 1)
+    if dlse is not None:
+        b_delta -= tl.load(dlse + at, mask=o_m < size, other=0.0)
     # the dlse of a query without kv tokens may be anything and must not reach others
     empty = tl.load(lse + at, mask=o_m < size, other=0.0) == -float("inf")
     tl.store(delta + at, tl.where(empty, 0.0, b_delta), mask=o_m < size)
 
 
-def delta(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor) -> Tensor:
+def delta(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None) -> Tensor:
     """rowsum(dout * out) - dlse, fp32 `[B, H, L]`, of outputs `[B, L, H, D]`; 0 where lse is -inf."""
     B, L, H, D = out.shape
-    dout, dlse = rows_ready(dout), dlse.contiguous()
+    dout, dlse = rows_ready(dout), None if dlse is None else dlse.contiguous()
     result = torch.empty_like(lse)
     # half as many rows when they are longer: with 64, ptxas spills registers for sm_100
     rows = 64 if D <= 128 and out.element_size() == 2 else 32
