@@ -13,6 +13,7 @@ from tests.data.conftest import write_dataset
 from tests.training.ranks import run_ranks
 from vsa.data.bad_samples import BadSample
 from vsa.data.datamodule import LatentDataModule
+from vsa.data.parallel_dims import ParallelDims
 from vsa.data.plan import is_validation
 from vsa.data.shards import LatentReader
 from vsa.training.callbacks.bad_samples import BadSamples
@@ -151,7 +152,7 @@ def test_ranks_count_together(tmp_path):
     def count(rank: int) -> dict:
         dist.init_process_group("gloo", rank=rank, world_size=2)
         counter = BadSamples(tmp_path)
-        counter._ranks = 2
+        counter._dims = ParallelDims(shard=2)
         counter._new = [
             (step, BadSample(source="main", id=name, shard="x.tar", cause="nan", slot=slot))
             for step, name, slot in samples[rank]

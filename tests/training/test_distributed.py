@@ -25,6 +25,7 @@ import vsa.data.datamodule as datamodule
 from tests.training.ranks import run_ranks
 from vsa.checkpoints.wan import export_pretrained
 from vsa.config import model_factory
+from vsa.data.parallel_dims import ParallelDims
 from vsa.training.metrics_csv import MetricsCSV
 from vsa.training.modules.pretrain import PretrainModule
 from vsa.training.parallel import ShardedDataParallel, rank_zero_reports
@@ -73,11 +74,16 @@ def assert_same_metrics(
                 assert float(row[name]) == pytest.approx(float(b[step][name]), rel=2e-6), (step, name)
 
 
-def ranks_are_one(training, world: int, overrides: tuple[str, ...]) -> None:
+def validation(training, run: str) -> list[str]:
+    return (training.folder(run) / "validation.csv").read_text().splitlines()
+
+
+def ranks_are_one(training, world: int, overrides: tuple[str, ...], ranks_per_sample: int = 1) -> None:
     training(*COMMON, "run=one")
     step_3 = training.folder("one") / "checkpoints" / "step-00000003"
 
     def on_rank(rank: int) -> int | str | None:
+        ParallelDims.ranks_per_sample = ranks_per_sample
         training(*COMMON, *overrides, "run=straight")
         # only the last rank is signalled
         with pytest.raises(SystemExit) as stop:
@@ -93,6 +99,10 @@ def ranks_are_one(training, world: int, overrides: tuple[str, ...]) -> None:
     one, straight = training.tensors("one"), training.tensors("straight")
     assert largest_difference(one, straight) < 1e-6
     assert_same_metrics(training.metrics("one"), training.metrics("straight"))
+    # every sample counts once
+    assert training.last("one").state["bad_samples"]["drawn"] == training.last("straight").state["bad_samples"]["drawn"]
+    rows, spread = ([line.split(",")[:3] for line in validation(training, run)] for run in ("one", "straight"))
+    assert rows == spread
     assert len({row["val/loss"] for row in training.metrics("one").values()} - {""}) == 2
     # resumed in as many ranks: bit for bit
     assert largest_difference(straight, training.tensors("stopped")) == 0
@@ -121,6 +131,11 @@ def test_two_ranks_are_one(training, trainer):
 @pytest.mark.slow
 def test_four_ranks_in_two_copies_are_one(training):
     ranks_are_one(training, 4, ("trainer=fsdp", "trainer.accelerator=cpu", "trainer.strategy.replicate=2"))
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_ranks_that_share_samples_are_one(training, world):
+    ranks_are_one(training, world, ("trainer=fsdp", "trainer.accelerator=cpu"), ranks_per_sample=2)
 
 
 @pytest.mark.slow

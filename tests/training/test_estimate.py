@@ -17,6 +17,7 @@ from benchmarks.estimates import Comparison, comparisons
 from tests.tiny_runs import composed
 from vsa.attention.full import FullAttention
 from vsa.attention.video_sparse import VideoSparseAttention
+from vsa.data.parallel_dims import ParallelDims
 from vsa.models.blocks import TransformerBlock
 from vsa.models.init import without_memory
 from vsa.models.recompute import LEVELS
@@ -202,14 +203,14 @@ def _wan(*, gates: int = 1, **settings: Any) -> Job:
 def test_state_is_what_the_parameters_say():
     job = _wan()
     count = sum(p.numel() for p in job.networks[0].model.parameters())
-    whole, quarter = memory(job), memory(replace(job, ranks=4, shards=4))
+    whole, quarter = memory(job), memory(replace(job, dims=ParallelDims(shard=4)))
     for name, bytes_ in (("parameters", 4), ("optimizer moments", 8), ("averaged weights", 4)):
         assert whole[name] == bytes_ * count
         assert quarter[name] == bytes_ * count / 4
     # sums over micro-batches are whole unless each one is reduced
-    summed = memory(replace(job, ranks=4, shards=4, micro_batches=2, level="full"))
+    summed = memory(replace(job, dims=ParallelDims(shard=4), micro_batches=2, level="full"))
     assert summed["gradients"] == 4 * count
-    reduced = memory(replace(job, ranks=4, shards=4, micro_batches=2, level="full", reduce_each=True))
+    reduced = memory(replace(job, dims=ParallelDims(shard=4), micro_batches=2, level="full", reduce_each=True))
     assert sum(reduced.values()) < sum(summed.values())
 
 
@@ -243,7 +244,7 @@ def test_the_advice_fits(settings, gib):
     micro_batches = int(advice.get("trainer.accumulate_grad_batches", 1))
     count = int(advice.get("trainer.devices", 1))
     batch = job.batch // micro_batches if count == 1 else 1
-    advised_job = replace(job, level=level, micro_batches=micro_batches, batch=batch, ranks=count, shards=count)
+    advised_job = replace(job, level=level, micro_batches=micro_batches, batch=batch, dims=ParallelDims(shard=count))
     assert total_memory(advised_job) <= gpu.memory
 
 

@@ -20,6 +20,7 @@ from vsa.data.batch import TextPadding, VideoBatch
 from vsa.data.batch_stream import RankSlice, TrainStream, ValidationStream
 from vsa.data.codecs import Codec
 from vsa.data.index import USUAL_FPS, statistics_of
+from vsa.data.parallel_dims import dims_of
 from vsa.data.plan import DataPlan, SampleRef, Shape, Source, split_ids
 from vsa.data.sample_store import SampleStore, ToyStore, open_shards, refuse_other_encoders
 from vsa.data.splits import SplitBy, split_group
@@ -246,7 +247,9 @@ class PlanDataModule(LightningDataModule):
         trainer = self.trainer
         if trainer is None:
             return RankSlice()
-        return RankSlice(accumulate=trainer.accumulate_grad_batches, rank=trainer.global_rank, world=trainer.world_size)
+        dims = dims_of(trainer)
+        rank = dims.data_rank(trainer.global_rank)
+        return RankSlice(accumulate=trainer.accumulate_grad_batches, rank=rank, world=dims.data_size)
 
     def _feeds_gpu(self) -> bool:
         trainer = self.trainer

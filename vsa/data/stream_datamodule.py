@@ -153,7 +153,7 @@ class StreamDataModule(PlanDataModule):
         own = min(self._marks.get(worker, first + worker) for worker in range(workers))
         if part.world == 1:
             return own
-        ranks: list[Any] = [None] * part.world
+        ranks: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(ranks, own)
         return min(ranks)
 

@@ -25,10 +25,11 @@ class LossWindow:
 
     Args:
         device: device of the losses.
+        ranks_per_sample: number of ranks that add the same losses.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, ranks_per_sample: int = 1) -> None:
+        self._device, self._ranks_per_sample = device, ranks_per_sample
         self._micro_batches: list[Mapping[str, Tensor]] = []
         self._steps: list[Tensor] = []
         self._samples: list[tuple[Tensor, Tensor]] = []
@@ -36,6 +37,10 @@ class LossWindow:
         # state of the window before a resume, over all ranks
         self._steps_before = torch.empty(0, dtype=torch.float64)
         self._deciles_before = torch.zeros(2, 10, dtype=torch.float64)
+
+    def empty(self) -> LossWindow:
+        """A new window for the same ranks."""
+        return LossWindow(self._device, self._ranks_per_sample)
 
     def add(self, losses: Mapping[str, Tensor], mse: Tensor, sigmas: Tensor) -> None:
         """Add a micro-batch.
@@ -91,7 +96,7 @@ class LossWindow:
         return partial(self._with_earlier, PendingCopy.of(flat), shape)
 
     def _with_earlier(self, arriving: PendingCopy, shape: tuple[int, int]) -> tuple[Tensor, DecileMeans]:
-        flat, deciles = arriving.read(), DecileMeans(finite_only=True)
+        flat, deciles = arriving.read() / self._ranks_per_sample, DecileMeans(finite_only=True)
         steps, table = flat[:-20].view(shape), flat[-20:].view(2, 10)
         if len(self._steps_before):
             steps = torch.cat([self._steps_before.view(-1, len(self._names)), steps])

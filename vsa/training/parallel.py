@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from vsa.data.parallel_dims import ParallelDims
 from vsa.errors import is_out_of_memory, too_large
 from vsa.models.compute_dtype import compute_in
 from vsa.models.init import without_memory
@@ -268,8 +269,7 @@ class ShardedDataParallel(MeshStrategy):
     def setup_environment(self) -> None:
         # checked before ranks connect: a rank that fails here would leave the others waiting
         self.set_world_ranks()
-        if self.world_size % self._copies:
-            raise ValueError(f"trainer.strategy.replicate={self._copies} does not divide the {self.world_size} ranks")
+        _ = self.dims
         if self.watch is not None:
             stop_watching()
             self.watch.starts(self.started)
@@ -297,18 +297,19 @@ class ShardedDataParallel(MeshStrategy):
         super().on_exception(exception)
 
     @property
-    def _copies(self) -> int:
-        return self._replicate if isinstance(self._replicate, int) else self.world_size
+    def dims(self) -> ParallelDims:
+        """The parallel dimensions of all ranks; ValueError if the copies do not divide the ranks."""
+        return ParallelDims.of_settings({"replicate": self._replicate}, self.world_size)
 
     def make_mesh(self) -> DeviceMesh:
-        shape = (self._copies, self.world_size // self._copies)
+        shape = (self.dims.replicate, self.dims.shard)
         mesh = init_device_mesh(self.root_device.type, shape, mesh_dim_names=("dp_replicate", "dp_shard"))
         # with a mesh of one axis there is no second reduction
-        return mesh["dp_shard"] if self._copies == 1 else mesh
+        return mesh["dp_shard"] if self.dims.replicate == 1 else mesh
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        return {"num_replicas": self.world_size, "rank": self.global_rank}
+        return {"num_replicas": self.dims.data_size, "rank": self.dims.data_rank(self.global_rank)}
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:

@@ -24,6 +24,7 @@ from vsa.checkpoints.state_file import one_line
 from vsa.checkpoints.wan_config import transformer_config
 from vsa.checkpoints.weight_source import open_weights
 from vsa.config import build, build_task, check_settings, check_targets, in_run_folder, model_factory, resolved
+from vsa.data.parallel_dims import ParallelDims
 from vsa.errors import told_together
 from vsa.models.init import without_memory
 from vsa.places import run_folder_of
@@ -167,7 +168,8 @@ def _task(
             return
         datamodule.setup("fit")
         ranks = int(os.environ["WORLD_SIZE"]) if TorchElasticEnvironment.detect() else _processes(cfg.trainer)
-        size = JobSize(cfg.trainer.accumulate_grad_batches, ranks, cfg.trainer.max_steps)
+        dims = ParallelDims.of_settings(cfg.trainer.strategy, ranks)
+        size = JobSize(cfg.trainer.accumulate_grad_batches, dims, cfg.trainer.max_steps)
         with without_memory():
             module.check_start(model_factory(cfg)(), datamodule, size)
 

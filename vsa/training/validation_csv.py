@@ -11,6 +11,7 @@ from torch import Tensor
 
 from vsa.attention.sparsity import SparsityPoint
 from vsa.data.batch import VideoBatch
+from vsa.data.parallel_dims import ParallelDims
 from vsa.files import atomic_file
 
 COLUMNS = ("step", "at", "sample", "noise_level", "loss")
@@ -30,7 +31,7 @@ class ValidationRows:
         # the batch itself is not stored, since its latents would stay in memory
         self._batches.append((at, batch.slots, batch.sample_ids, sigmas, losses.detach()))
 
-    def gather(self, world_size: int) -> list[Row]:
+    def gather(self, dims: ParallelDims) -> list[Row]:
         """Rows of all ranks in the order of the validation set, the same on every rank (a collective operation)."""
         own: list[Row] = [
             (slot, at, sample, sigma, loss)
@@ -38,9 +39,10 @@ class ValidationRows:
             for slot, sample, sigma, loss in zip(slots.tolist(), samples, sigmas.tolist(), losses.tolist(), strict=True)
         ]
         parts: list[list[Row]] = [own]
-        if world_size > 1:
-            parts = [[]] * world_size
+        if dims.ranks > 1:
+            parts = [[]] * dims.ranks
             dist.all_gather_object(parts, own)
+            parts = parts[:: dims.ranks_per_sample]
         # the sort is stable, so sparsity points keep their order
         return sorted((row for part in parts for row in part), key=lambda row: row[0])
 

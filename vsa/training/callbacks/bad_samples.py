@@ -14,6 +14,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from vsa.data.bad_samples import BadSample, write_drop_list
 from vsa.data.batch import VideoBatch
+from vsa.data.parallel_dims import ParallelDims, dims_of
 from vsa.settings import key_value
 from vsa.training.callbacks.checkpoint import Checkpointing
 from vsa.training.display import never_fatal
@@ -51,11 +52,11 @@ class BadSamples(L.Callback):
         # bad samples of this rank since the counts were last summed
         self._new: list[tuple[int, BadSample]] = []
         self._told: set[BadSample] = set()
-        self._ranks, self._writes = 1, False
+        self._dims, self._writes = ParallelDims(), False
         self._hosts: dist.ProcessGroup | None = None
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        self._ranks, self._writes = trainer.world_size, trainer.is_global_zero
+        self._dims, self._writes = dims_of(trainer), trainer.is_global_zero
         self._hosts = hosts_of(trainer.strategy)
 
     def state_dict(self) -> Mapping[str, Any]:
@@ -73,7 +74,7 @@ class BadSamples(L.Callback):
     def on_train_batch_end(  # type: ignore[override]
         self, trainer: L.Trainer, pl_module: DiffusionModule, outputs: Any, batch: VideoBatch, batch_idx: int
     ) -> None:
-        self._drawn += len(batch.sample_ids) * trainer.world_size
+        self._drawn += len(batch.sample_ids) * self._dims.data_size
         self._new += [(batch.step, bad) for bad in batch.bad]
         step = trainer.global_step
         if (batch_idx + 1) % pl_module.accumulate or not pl_module.logs_this_step(step):
@@ -113,11 +114,11 @@ class BadSamples(L.Callback):
         """Sum what the ranks have collected since the last call."""
         new = self._new
         self._new = []
-        if self._ranks > 1:
-            parts: list[Any] = [[]] * self._ranks
+        if self._dims.ranks > 1:
+            parts: list[Any] = [[]] * self._dims.ranks
             mine = [(step, asdict(bad)) for step, bad in new]
             dist.all_gather_object(parts, mine, group=self._hosts)
-            new = [(step, BadSample(**bad)) for part in parts for step, bad in part]
+            new = [(step, BadSample(**bad)) for part in parts[:: self._dims.ranks_per_sample] for step, bad in part]
         for step, bad in sorted(new, key=lambda each: (each[0], each[1].slot)):
             self._counts[f"{bad.cause}/{bad.shard}"] += 1
             name = f"{bad.source}/{bad.id}"

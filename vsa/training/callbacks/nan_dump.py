@@ -79,7 +79,8 @@ class NanDump(L.Callback):
         losses = module.step_losses if step == max(self._batches) else self._losses_before
         # collective operations: every rank takes part, even if it cannot write
         parts = parts_of(trainer)
-        about = {"network": network, "micro_batches": micro_batches, "ranks": trainer.world_size}
+        about = {"network": network, "micro_batches": micro_batches, "ranks": module.dims.data_size}
+        own = path / batch_file(module.dims.data_rank(trainer.global_rank))
         state = {**module.record(), **values_of(parts), "step": step, REPLAY: about}
         # this step is already counted as skipped, but a checkpoint never has more skipped steps than steps
         state |= {name: min(state[name], step) for name in ("skipped_steps", "skipped_in_row")}
@@ -88,7 +89,7 @@ class NanDump(L.Callback):
         failure: OSError | None = None
         with module.status.paused():
             try:
-                write_batches(path / batch_file(trainer.global_rank), batches, losses[-micro_batches:])
+                write_batches(own, batches, losses[-micro_batches:])
             except OSError as error:
                 failure = error
             if trainer.strategy.reduce_boolean_decision(failure is not None, all=False):
@@ -107,7 +108,7 @@ class NanDump(L.Callback):
 
 
 def batch_file(rank: int) -> str:
-    """Name of the file with the batches of a rank."""
+    """Name of the file with the batches of a data-parallel rank."""
     return f"batches-{rank}.safetensors"
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -14,6 +14,7 @@ from vsa_kernels.block_sparse.mask import BlockMask
 
 from vsa.attention.denoising import DenoisingTopk, Row
 from vsa.attention.layout import TileLayout
+from vsa.data.parallel_dims import ParallelDims
 from vsa.models.flops import linear_flops
 from vsa.models.recompute import Level
 from vsa.models.video_dit import VideoDiT
@@ -66,8 +67,7 @@ class Job:
         topk: kv tiles per query tile, of all layers or of each, for networks that select tiles.
         batch: samples of a micro-batch on one rank.
         micro_batches: micro-batches per step.
-        ranks: number of GPUs.
-        shards: number of ranks over which parameters, gradients and moments are sharded.
+        dims: parallel dimensions of the GPUs.
         sharded: whether FSDP2 holds the parameters and gathers them in bf16 for every pass.
         reduce_each: whether gradients are reduced after every micro-batch.
         averaged: whether an average of the first network's weights is kept.
@@ -84,8 +84,7 @@ class Job:
     topk: Row
     batch: int
     micro_batches: int = 1
-    ranks: int = 1
-    shards: int = 1
+    dims: ParallelDims = field(default_factory=ParallelDims)
     sharded: bool = True
     reduce_each: bool = False
     averaged: bool = True
@@ -98,7 +97,7 @@ class Job:
     @property
     def samples(self) -> int:
         """Samples of a step on all ranks."""
-        return self.batch * self.micro_batches * self.ranks
+        return self.batch * self.micro_batches * self.dims.data_size
 
     def tokens(self, network: PlannedNetwork) -> int:
         """Tokens of a sample."""
@@ -162,9 +161,3 @@ def row_of(topk: int | Sequence[int] | DenoisingTopk, layers: int) -> Row:
     if isinstance(topk, DenoisingTopk):
         return topk.largest(layers)
     return topk if isinstance(topk, int) else tuple(topk)
-
-
-def copies_of(strategy: Any, ranks: int) -> int:
-    """Number of copies of the model under the strategy of the settings."""
-    replicate = strategy.get("replicate", 1) if isinstance(strategy, Mapping) else 1
-    return ranks if replicate == "all" else int(replicate)

@@ -60,7 +60,7 @@ def total_memory(job: Job) -> float:
 
 def _held(parameters: float, job: Job) -> float:
     """fp32 bytes of this rank's shard."""
-    return SINGLE * parameters / job.shards
+    return SINGLE * parameters / job.dims.shard
 
 
 def _moments(job: Job, network: PlannedNetwork) -> list[Parts]:
@@ -166,7 +166,7 @@ def step_seconds(job: Job, gpu: Gpu) -> Parts:
                 # rounded for every pass, and gradients brought back to fp32
                 copied = (SINGLE + HALF) * (1 + training + twice) * network.parameters * job.micro_batches * times
                 parts["copies of parameters"] += copied / gpu.copy_bytes
-        own = network.trained / job.shards
+        own = network.trained / job.dims.shard
         if job.sharded:
             reductions = job.micro_batches if job.reduce_each else 1
             copied = _REDUCE * network.trained * network.updates * reductions
@@ -176,9 +176,9 @@ def step_seconds(job: Job, gpu: Gpu) -> Parts:
         parts["gradient norms"] += 12 * own * network.updates / gpu.copy_bytes
     if job.averaged:
         parts["averaged weights"] = (
-            12 * job.networks[0].parameters / job.shards * job.networks[0].updates / gpu.copy_bytes
+            12 * job.networks[0].parameters / job.dims.shard * job.networks[0].updates / gpu.copy_bytes
         )
-    if job.ranks > 1 and gpu.link_bytes:
+    if job.dims.ranks > 1 and gpu.link_bytes:
         parts["communication, exposed"] = _exposed(job, gpu, sum(parts.values()))
     return parts
 
@@ -216,7 +216,7 @@ def _exposed(job: Job, gpu: Gpu, computing: float) -> float:
     """Seconds of collectives not hidden by computation: at least the first gather and the last reduction, otherwise
     the time by which communication exceeds computation."""
     assert gpu.link_bytes
-    share = (job.shards - 1) / job.shards
+    share = (job.dims.shard - 1) / job.dims.shard
     total = edges = 0.0
     for network in job.networks:
         passes = network.passes.get(FORWARD, 0.0) + 2 * network.passes.get(TRAINING, 0.0)

@@ -8,11 +8,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from vsa.attention.full import FullAttention
+from vsa.data.parallel_dims import ParallelDims
 from vsa.models.init import without_memory
 from vsa.models.recompute import LEVELS, Level
 from vsa.training.budgets import budget_of
 from vsa.training.estimate.gpus import GIB, MEASURED_BY, Gpu
-from vsa.training.estimate.job import Job, copies_of, layout_of, row_of
+from vsa.training.estimate.job import Job, layout_of, row_of
 from vsa.training.estimate.predict import fitting, step_seconds, total_memory, whole_memory
 
 MARGIN = 0.02
@@ -29,23 +30,17 @@ def _jobs_of(
 ) -> Callable[[int], list[Any]]:
     """Function of an optimizer step that gives fraction and `Job` of each latent shape."""
     micro_batches, batch_size = cfg.trainer.accumulate_grad_batches, cfg.data.batch_size
-    parts = micro_batches * ranks
-    if batch_size % parts:
-        raise ValueError(
-            f"data.batch_size={batch_size} is not divisible by the {parts} micro-batches of a step "
-            f"(trainer.accumulate_grad_batches={micro_batches} times {ranks} ranks)"
-        )
     strategy = cfg.trainer.strategy
+    dims = ParallelDims.of_settings(strategy, ranks)
     targets = [str(node.get("_target_")) for node in cfg.callbacks.values() if node is not None]
     networks = module.planned_networks()
     first = networks[0].model
     common: dict[str, Any] = {
         "networks": networks,
         "text": text,
-        "batch": batch_size // parts,
+        "batch": dims.micro_batch(batch_size, micro_batches),
         "micro_batches": micro_batches,
-        "ranks": ranks,
-        "shards": ranks // copies_of(strategy, ranks),
+        "dims": dims,
         # as in `choose_strategy`
         "sharded": ranks > 1 or strategy != "auto",
         "reduce_each": not isinstance(strategy, str) and bool(strategy.get("reduce_each")),
@@ -159,8 +154,8 @@ class Estimate:
                     f"task.parallel.activation_checkpointing={level} fits"
                 )
         for ranks in (2**i for i in range(1, 11)):
-            count = job.ranks * ranks
-            spread = replace(job, ranks=count, shards=count, batch=1, micro_batches=1, level="full")
+            count = job.dims.ranks * ranks
+            spread = replace(job, dims=ParallelDims(shard=count), batch=1, micro_batches=1, level="full")
             if total_memory(spread) <= self.gpu.memory:
                 return f"trainer=fsdp trainer.devices={count} with task.parallel.activation_checkpointing=full fits"
         return "no setting of this model fits"
@@ -181,7 +176,7 @@ def short_lines(estimate: Estimate) -> list[str]:
     if not estimate.gpu.lacks:
         line += f", {sum(estimate.seconds().values()):.3g} s a step"
         if estimate.steps > 0:
-            line += f", {estimate.run_seconds() / 3600 * job.ranks:.3g} GPU-hours for {estimate.steps} steps"
+            line += f", {estimate.run_seconds() / 3600 * job.dims.ranks:.3g} GPU-hours for {estimate.steps} steps"
     refusal = estimate.refusal()
     return [line] if refusal is None else [line, f"warning: by the estimate {refusal}"]
 
@@ -205,7 +200,7 @@ def full_lines(name: str, estimate: Estimate, dense: Callable[[Job], Job] | None
     tiles = f", top {topk} of {layout.num_video_tiles} tiles" if network.model.selects else ""
     batch, micro_batches = _count(job.batch, "sample"), _count(job.micro_batches, "micro-batch", "es")
     lines = [
-        f"{name} on {job.ranks} x {gpu.name}, parameters in {job.shards} shard{'s' * (job.shards > 1)}",
+        f"{name} on {job.dims.ranks} x {gpu.name}, parameters in {job.dims.shard} shard{'s' * (job.dims.shard > 1)}",
         f"  each GPU: {batch} a micro-batch, {micro_batches} a step",
         f"  each sample: {layout.num_tokens} tokens{tiles}, {job.text} of text",
         f"  blocks {'compiled' if job.compiled else 'eager'}, activation_checkpointing={_told_level(estimate)}",
@@ -217,7 +212,7 @@ def full_lines(name: str, estimate: Estimate, dense: Callable[[Job], Job] | None
     ]
     if estimate.gpu.lacks:
         lines.append(f"time: {gpu.name} lacks measured rates; a row of vsa/training/estimate/gpus.py holds them")
-        lacks = [*gpu.lacks, *(["link_bytes"] if job.ranks > 1 and gpu.link_bytes is None else [])]
+        lacks = [*gpu.lacks, *(["link_bytes"] if job.dims.ranks > 1 and gpu.link_bytes is None else [])]
         lines += [f"  {name:22} {MEASURED_BY[name]}" for name in lacks]
     else:
         parts = estimate.seconds()
@@ -226,12 +221,12 @@ def full_lines(name: str, estimate: Estimate, dense: Callable[[Job], Job] | None
         if dense is not None:
             other = sum(estimate.changed(dense).seconds().values())
             lines.append(f"  {'the same with dense attention':30} {other * 1e3:7.1f}  {other / total:.2f}x")
-        if job.ranks > 1 and gpu.link_bytes is None:
+        if job.dims.ranks > 1 and gpu.link_bytes is None:
             lines.append(f"communication is not counted: {gpu.name} lacks link_bytes ({MEASURED_BY['link_bytes']})")
     lines += ["", *_levels(estimate)]
     if not estimate.gpu.lacks and estimate.steps > 0:
         hours = estimate.run_seconds() / 3600
-        lines += ["", f"the run: {estimate.steps} steps, {hours:.3g} hours, {hours * job.ranks:.3g} GPU-hours"]
+        lines += ["", f"the run: {estimate.steps} steps, {hours:.3g} hours, {hours * job.dims.ranks:.3g} GPU-hours"]
     return lines
 
 

@@ -21,6 +21,7 @@ from vsa.checkpoints.wan import Gates, gate_names
 from vsa.checkpoints.wan_names import is_gate
 from vsa.checkpoints.weight_source import refuse_other_sizes
 from vsa.data.batch import VideoBatch
+from vsa.data.parallel_dims import ParallelDims, dims_of
 from vsa.diffusion.latent_statistics import LatentStatistics
 from vsa.errors import told_together
 from vsa.evaluation.figures import loss_curve
@@ -59,12 +60,12 @@ class JobSize(NamedTuple):
 
     Attributes:
         micro_batches: micro-batches of an optimizer step on one rank.
-        ranks: number of processes.
+        dims: parallel dimensions of its ranks.
         max_steps: number of optimizer steps; negative: unlimited.
     """
 
     micro_batches: int
-    ranks: int
+    dims: ParallelDims
     max_steps: int
 
 
@@ -152,7 +153,7 @@ class DiffusionModule(L.LightningModule):
         self.statistics = self.choose_statistics()
         with without_memory():
             data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
-            size = JobSize(self.accumulate, self.trainer.world_size, self.trainer.max_steps)
+            size = JobSize(self.accumulate, self.dims, self.trainer.max_steps)
             self.check_start(self._model_factory(), data, size)
         if self.resume is not None:
             load_values(parts_of(self.trainer), self.record(), self.resume)
@@ -203,12 +204,7 @@ class DiffusionModule(L.LightningModule):
             ValueError: names the mismatch.
         """
         # the stream would refuse an indivisible batch too, but it is created after the run folder is opened
-        parts = size.micro_batches * size.ranks
-        if data.batch_size % parts:
-            raise ValueError(
-                f"data.batch_size={data.batch_size} is not divisible by the {parts} micro-batches of a step "
-                f"(trainer.accumulate_grad_batches={size.micro_batches} times {size.ranks} ranks)"
-            )
+        size.dims.micro_batch(data.batch_size, size.micro_batches)
         if model.image_dim is not None:
             raise ValueError(f"model.image_dim={model.image_dim}: the data hold no image embeddings to train it with")
         expected = model.in_channels - model.out_channels
@@ -320,6 +316,11 @@ class DiffusionModule(L.LightningModule):
     @property
     def accumulate(self) -> int:
         return self.trainer.accumulate_grad_batches
+
+    @property
+    def dims(self) -> ParallelDims:
+        """Parallel dimensions of the run."""
+        return dims_of(self.trainer)
 
     # one step
 

@@ -317,7 +317,7 @@ class DistillModule(DiffusionModule):
             self.step_losses.append(loss.detach())
             with reduced_when(self.trainer.strategy, number == len(self._batches)):
                 # the strategy averages over ranks; the normaliser is global already
-                (loss * self.trainer.world_size).backward()
+                (loss * self.dims.data_size).backward()
             yield scored
 
     def step_flops(self, batch: VideoBatch, step: int) -> FlopCount:

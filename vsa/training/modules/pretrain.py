@@ -63,7 +63,7 @@ class PretrainModule(DiffusionModule):
 
     def setup(self, stage: str) -> None:
         # the module is on the device later
-        self._window = LossWindow(self.trainer.strategy.root_device)
+        self._window = LossWindow(self.trainer.strategy.root_device, self.dims.ranks_per_sample)
         data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
         # training and validation use the noise of the samples' own seeds
         data.noise_ahead = True
@@ -83,11 +83,11 @@ class PretrainModule(DiffusionModule):
         self.step_losses.append(loss.detach())
         self._window.add({"loss": loss, **parts}, terms.mse, terms.sigmas)
         # the trainer divides by the micro-batches and the strategy averages over ranks, but the normaliser is global
-        return loss * self.accumulate * self.trainer.world_size
+        return loss * self.accumulate * self.dims.data_size
 
     def go_back(self, checkpoint: Checkpoint) -> None:
         # drop the losses of undone steps
-        self._window = LossWindow(self.device)
+        self._window = self._window.empty()
         super().go_back(checkpoint)
 
     def loss_terms(self, batch: VideoBatch, latents: Tensor, topk: Topk) -> LossTerms:
@@ -100,7 +100,7 @@ class PretrainModule(DiffusionModule):
         step = self.global_step + 1
         self._window.end_step()
         if self.logs_this_step(step):
-            losses, self._window = self._window.metrics(), LossWindow(self.device)
+            losses, self._window = self._window.metrics(), self._window.empty()
             self.log_step(partial(self._losses, losses), step)
             self.log_step({"lr": self.raw_optimizer.param_groups[0]["lr"]}, step)
 
@@ -142,7 +142,7 @@ class PretrainModule(DiffusionModule):
             means.gather(self.trainer.strategy)
             metrics |= means.metrics("val/loss" if at == "current" else f"val/loss_{at}")
         self.log_step(metrics, self.global_step)
-        rows = self._rows.gather(self.trainer.world_size)
+        rows = self._rows.gather(self.dims)
         if self.trainer.is_global_zero:
             path = Path(self.trainer.default_root_dir) / "validation.csv"
             with never_fatal(str(path)):
