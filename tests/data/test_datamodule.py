@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import nn
 
+from tests.data.encoding import encode_folder
 from tests.data.tiny_wan import save_pipeline
 from vsa.data.batch import VideoBatch
 from vsa.data.codecs import HaarCodec
 from vsa.data.datamodule import LatentDataModule, PlanDataModule, ToyOnlineDataModule
-from vsa.data.encode import encode_folder
 from vsa.data.plan import SampleRef, is_validation, sample_seed
 from vsa.data.shard_writer import ShardWriter
 from vsa.data.shards import LatentReader

@@ -9,12 +9,13 @@ import pytest
 import torch
 from PIL import Image
 
+from tests.data.encoding import encode_folder
 from tests.data.spoilt import faulty_decoder
 from vsa.data import video_files
 from vsa.data.captions import read_captions
 from vsa.data.codecs import HaarCodec
 from vsa.data.decoder_process import DecoderProcess
-from vsa.data.encode import UnusableFiles, encode_folder
+from vsa.data.encode import UnusableFiles
 from vsa.data.shards import LatentReader
 from vsa.data.text import HashedNgramEncoder
 from vsa.data.toy_videos import render_clip

@@ -10,10 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from tests.data.encoding import encode_folder
 from tests.data.spoilt import write_spoilt
 from vsa.data.buckets import Bucket
 from vsa.data.codecs import HaarCodec, WanVAE
-from vsa.data.encode import UnusableFiles, encode_folder, sample_ids
+from vsa.data.encode import UnusableFiles, sample_ids
 from vsa.data.shards import LatentReader
 from vsa.data.text import HashedNgramEncoder
 from vsa.data.toy_videos import render_clip

@@ -18,12 +18,12 @@ import numpy as np
 import pytest
 from PIL import Image, ImageCms
 
+from tests.data.encoding import encode_folder
 from tests.data.media import HEIGHT, WIDTH, corners, write
 from vsa.data.buckets import Bucket
 from vsa.data.captions import read_captions
 from vsa.data.clip_rules import ClipRules
 from vsa.data.codecs import HaarCodec
-from vsa.data.encode import encode_folder
 from vsa.data.prompts import read_prompts
 from vsa.data.sample_store import ShardStore
 from vsa.data.shards import LatentReader

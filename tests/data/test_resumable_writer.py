@@ -12,8 +12,9 @@ import pytest
 import torch
 
 import vsa.data.resumable_writer as parts
+from tests.data.encoding import encode_folder
 from vsa.data.codecs import HaarCodec
-from vsa.data.encode import UnusableFiles, encode_folder
+from vsa.data.encode import UnusableFiles
 from vsa.data.shards import LatentReader
 from vsa.data.text import HashedNgramEncoder
 from vsa.data.video_files import write_video
@@ -34,9 +35,12 @@ def encode_killed(videos: Path, out: Path, clip: int) -> int | None:
                 os.kill(os.getpid(), signal.SIGKILL)
             return super().encode(video)
 
-    child = multiprocessing.get_context("fork").Process(
-        target=encode_folder, args=(videos, out), kwargs={**OPTIONS, "codec": Deadly()}
-    )
+    def encode() -> None:
+        # the threads of this process do not exist in a forked one
+        torch.set_num_threads(1)
+        encode_folder(videos, out, **{**OPTIONS, "codec": Deadly()})
+
+    child = multiprocessing.get_context("fork").Process(target=encode)
     child.start()
     child.join(60)
     return child.exitcode

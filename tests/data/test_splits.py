@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.data.encoding import encode_folder
 from tests.data.test_datamodule import ENCODER, attach, batches, module
 from vsa.data.codecs import HaarCodec
-from vsa.data.encode import encode_folder
 from vsa.data.index import About, SampleEntry, Span
 from vsa.data.shard_writer import ShardWriter
 from vsa.data.shards import LatentReader

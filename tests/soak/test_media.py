@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.data.encoding import encode_folder
 from tests.data.spoilt import faulty_decoder
 from vsa.data.codecs import HaarCodec
-from vsa.data.encode import encode_folder
 from vsa.data.shards import LatentReader
 from vsa.data.text import HashedNgramEncoder
 from vsa.data.toy_videos import render_clip

@@ -13,8 +13,8 @@ import pytest
 import torch
 from PIL import Image
 
+from tests.data.encoding import encode_folder
 from vsa.data.codecs import HaarCodec
-from vsa.data.encode import encode_folder
 from vsa.data.text import HashedNgramEncoder
 from vsa.data.toy_videos import ToyClips, write_toy_videos
 from vsa.data.video_files import write_video

@@ -73,10 +73,9 @@ def encode(
     """
     arguments = locals()
     from vsa.data.buckets import Bucket
+    from vsa.data.encode import EncodeOptions
     from vsa.data.encode_report import encode_and_tell
     from vsa.data.encoders import EncoderChoice
 
-    encoders = made_of(EncoderChoice, arguments)
-    others = {name: value for name, value in arguments.items() if name not in vars(encoders)}
-    others["buckets"] = [Bucket.parse(part) for part in buckets.split(",") if part]
-    encode_and_tell(encoders=encoders, **others)
+    arguments["buckets"] = tuple(Bucket.parse(part) for part in buckets.split(",") if part)
+    encode_and_tell(videos, out, made_of(EncoderChoice, arguments), made_of(EncodeOptions, arguments))

@@ -50,17 +50,16 @@ def latents(
     """
     arguments = locals()
     from vsa.data.prompts import read_prompts
-    from vsa.data.resumable_writer import check_target
+    from vsa.data.resumable_writer import OutputOptions, check_target
     from vsa.errors import usable_device
     from vsa.sampling.latents import TeacherOptions, open_teacher, write_latents
 
     arguments["device"] = usable_device(device, rank=rank)
-    options = made_of(TeacherOptions, arguments)
+    options, output = made_of(TeacherOptions, arguments), made_of(OutputOptions, arguments)
     check_target(out, overwrite=overwrite)
     texts = read_prompts(prompts)
     lines = write_latents(
-        open_teacher(teacher, options), texts, out, clips_per_prompt=clips_per_prompt, seed=seed,
-        batch_size=batch_size, dtype=dtype, samples_per_shard=samples_per_shard, overwrite=overwrite, rank=rank,
-        world_size=world_size,
+        open_teacher(teacher, options), texts, out, output, clips_per_prompt=clips_per_prompt, seed=seed,
+        batch_size=batch_size,
     )  # fmt: skip
     print(*lines, sep="\n")

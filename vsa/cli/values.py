@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import fields
+from dataclasses import is_dataclass
 from typing import Any, TypeVar, get_type_hints
 
 Number = TypeVar("Number", int, float)
@@ -33,9 +33,13 @@ def rows(option: str, text: str, *kinds: type[int] | type[float]) -> list[tuple[
 
 
 def made_of(kind: Callable[..., Made], options: Mapping[str, Any]) -> Made:
-    """A dataclass built from the options with the names of its fields; others keep their defaults."""
-    names = {field.name for field in fields(kind)}  # type: ignore[arg-type]
-    return kind(**{name: value for name, value in options.items() if name in names and value is not None})
+    """A dataclass, and those in its fields, built from the options of the same names; others keep their defaults."""
+    from vsa.settings import hints_of
+
+    nested = {name: hint for name, hint in hints_of(kind).items() if isinstance(hint, type) and is_dataclass(hint)}
+    values = {name: options.get(name) for name in hints_of(kind)}
+    values |= {name: made_of(hint, options) for name, hint in nested.items() if name not in options}
+    return kind(**{name: value for name, value in values.items() if value is not None})
 
 
 def refuse_options(command: Callable[..., None], options: Mapping[str, Any], panel: str, owner: str) -> None:

@@ -8,9 +8,9 @@ from __future__ import annotations
 import hashlib
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -19,14 +19,21 @@ import torch
 from rich.progress import track
 from torch import Tensor
 
-from vsa.data.buckets import Bucket
 from vsa.data.captions import read_captions
 from vsa.data.clip_rules import PATCH, ClipRules, Decoder
 from vsa.data.codecs import Codec, HaarCodec, WanVAE
 from vsa.data.decoder_process import DecoderProcess
 from vsa.data.media_folder import media_files
 from vsa.data.reconstruction import describe_reconstruction
-from vsa.data.resumable_writer import PartContent, PartsReport, check_target, join_parts, pending_parts, write_parts
+from vsa.data.resumable_writer import (
+    OutputOptions,
+    PartContent,
+    PartsReport,
+    check_target,
+    join_parts,
+    pending_parts,
+    write_parts,
+)
 from vsa.data.shard_writer import ShardWriter
 from vsa.data.text import TextEncoder, describe_cut
 
@@ -51,27 +58,45 @@ class OutOfMemory(ValueError):
     """Too little memory for a clip. The file is not at fault, so it is never skipped for this reason."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class EncodeOptions:
+    """Options of `encode_folder`.
+
+    Args:
+        clips: rules that cut a clip out of a video.
+        output: how the shards are written.
+        captions: caption file; see `vsa.data.captions.read_captions`.
+        image_condition: store the image condition of an image-to-video model with every clip; see
+            `WanVAE.image_condition`.
+        skip_bad: skip and report files that do not decode, are too short or have no caption, instead of stopping.
+        decode_seconds: time limit of the decoder per file, in seconds.
+        decode_memory: memory limit of the decoder per file, in GiB, without the decoded frames.
+        device: device of the codec.
+    """
+
+    clips: ClipRules = field(default_factory=ClipRules)
+    output: OutputOptions = field(default_factory=OutputOptions)
+    captions: str | Path | None = None
+    image_condition: bool = False
+    skip_bad: bool = False
+    decode_seconds: float = 120
+    decode_memory: float = 16
+    device: str = "cpu"
+
+    def check(self, codec: Codec) -> None:
+        """Raise ValueError for options that the codec does not support."""
+        self.clips.check(codec)
+        if self.image_condition and not isinstance(codec, WanVAE):
+            raise ValueError(f"image conditions need Wan's VAE, got codec {codec.id}")
+
+
 def encode_folder(
     videos: str | Path,
     out: str | Path,
+    options: EncodeOptions,
     *,
     codec: Codec,
     text_encoder: TextEncoder,
-    captions: str | Path | None = None,
-    size: tuple[int, int] | None = None,
-    frames: int | None = None,
-    fps: float | None = None,
-    buckets: Sequence[Bucket] = (),
-    image_condition: bool = False,
-    dtype: str = "float16",
-    samples_per_shard: int = 256,
-    overwrite: bool = False,
-    skip_bad: bool = False,
-    decode_seconds: float = 120,
-    decode_memory: float = 16,
-    device: str = "cpu",
-    rank: int = 0,
-    world_size: int = 1,
     progress: bool = True,
     tell: Callable[[str], None] = print,
 ) -> PartsReport:
@@ -79,29 +104,14 @@ def encode_folder(
 
     All captions and the headers of all files are checked before anything is written, and all problems are reported
     together. Finished parts are kept (see `vsa.data.resumable_writer`), so an interrupted call can be repeated and
-    continues. With several processes, each writes its parts, and a last call with `world_size` 1 joins them.
+    continues. With several processes, each writes its parts, and a last call with a single process joins them.
 
     Args:
         videos: folder of videos and images, searched with its subfolders.
         out: folder of shards to write.
+        options: which clips, and how they are decoded and written.
         codec: encodes the pixels.
         text_encoder: encodes the captions.
-        captions: caption file; see `vsa.data.captions.read_captions`.
-        size: see `ClipRules`.
-        frames: see `ClipRules`.
-        fps: see `ClipRules`.
-        buckets: see `ClipRules`.
-        image_condition: store the image condition of an image-to-video model with every clip; see
-            `WanVAE.image_condition`.
-        dtype: dtype of the stored latents.
-        samples_per_shard: samples in a full shard, the most that an interruption can cost.
-        overwrite: replace an existing data set in `out`.
-        skip_bad: skip and report files that do not decode, are too short or have no caption, instead of stopping.
-        decode_seconds: time limit of the decoder per file, in seconds.
-        decode_memory: memory limit of the decoder per file, in GiB, without the decoded frames.
-        device: device of the codec.
-        rank: rank of this process.
-        world_size: number of processes that share the work.
         progress: show a progress bar.
         tell: called with messages for the user, such as the codec's quality and sizes that do not fit models.
 
@@ -113,139 +123,160 @@ def encode_folder(
         ValueError: no videos, `out` inside of `videos` or the reverse, files or parts of other settings in `out`; one
             line that names the file or the setting.
     """
-    folder, out = Path(videos), Path(out)
-    rules = ClipRules(size=size, frames=frames, fps=fps, buckets=tuple(buckets))
-    rules.check(codec)
-    if image_condition and not isinstance(codec, WanVAE):
-        raise ValueError(f"image conditions need Wan's VAE, got codec {codec.id}")
+    folder, out, output = Path(videos), Path(out), options.output
+    options.check(codec)
     _refuse_overlap(folder, out)
-    check_target(out, overwrite=overwrite)
-    media = media_files(folder, Path(captions) if captions else None)
-    files = media.files
-    names = [path.relative_to(folder).as_posix() for path in files]
-    ids = sample_ids(names)
-    all_captions = read_captions(folder, Path(captions) if captions else None, files)
-    entries = [(all_captions.of.get(path), all_captions.fields.get(path)) for path in files]
-    # without fields, the listing equals that of earlier versions
-    listing = "\n".join(
-        f"{name}\t{captions}" + (f"\t{fields}" if fields else "")
-        for name, (captions, fields) in zip(names, entries, strict=True)
-    )
-    settings = {
-        "videos": f"{len(files)} files ({hashlib.sha256(listing.encode('utf-8', 'replace')).hexdigest()[:12]})",
-        "codec": f"{codec.id} ({codec.hash})",
-        "text_encoder": f"{text_encoder.id} ({text_encoder.hash})",
-        "size": size,
-        "frames": frames,
-        "fps": fps,
-        "buckets": [str(bucket) for bucket in buckets],
-        "image_condition": image_condition,
-        "dtype": dtype,
-    }
-    share: dict[str, Any] = {
-        "count": len(files),
-        "part_size": samples_per_shard,
-        "settings": settings,
-        "rank": rank,
-        "world_size": world_size,
-    }
-    with DecoderProcess(seconds=decode_seconds, memory_gib=decode_memory) as decoder:
+    check_target(out, overwrite=output.overwrite)
+    with DecoderProcess(seconds=options.decode_seconds, memory_gib=options.decode_memory) as decoder:
+        encoding = _Encoding(folder, options, codec, text_encoder, decoder)
+        share: dict[str, Any] = {"count": len(encoding.files), "settings": encoding.settings(), "output": output}
         pending = [i for _, span in pending_parts(out, **share) for i in span]
-        bad = {i: all_captions.missing[path] for i, path in enumerate(files) if path in all_captions.missing}
-        for i in track(pending, description="looking at files", transient=True, disable=not progress):
-            try:
-                # records and pages are in UTF-8
-                if names[i] != names[i].encode(errors="replace").decode():
-                    raise ValueError(f"the name of video {files[i]} is not UTF-8: rename it")
-                rules.probe(files[i], codec, decoder)
-            except ValueError as error:
-                bad.setdefault(i, str(error))
-        problems = [*all_captions.unusable, *((names[i], bad[i]) for i in sorted(bad))]
-        if len(bad) == len(files):
-            reason = problems[0][1]
-            raise UnusableFiles(
-                problems, f"none of the {len(files)} videos in {folder} can be encoded; first: {reason}"
-            )
-        if problems and not skip_bad:
-            raise _unusable(problems, folder)
-        if rank == 0 and pending:
-            good = [i for i in range(len(files)) if i not in bad]
-            sample = sorted({good[k * len(good) // _MEASURED_CLIPS] for k in range(_MEASURED_CLIPS)})
-            if unread := media.describe_unread():
-                tell(f"neither videos nor images, not read: {unread}")
-            if joined := all_captions.joined:
-                tell(
-                    f"lines joined to one caption: {len(joined)} text files, first {joined[0].name}; "
-                    "a blank line begins another caption"
-                )
-            if cut := describe_cut(text_encoder, chain(*(all_captions.of[files[i]] for i in good))):
-                tell(cut)
-            for line in _describe_ahead({names[i]: files[i] for i in sample}, rules, codec, decoder):
+        encoding.check(track(pending, description="looking at files", transient=True, disable=not progress))
+        if output.rank == 0 and pending:
+            for line in encoding.describe_ahead():
                 tell(line)
-
-        def about(i: int, info: dict[str, Any]) -> dict[str, Any]:
-            fields = all_captions.fields.get(files[i])
-            return {"source": names[i], **info, **({"fields": fields} if fields else {})}
-
-        def encode(i: int) -> tuple[Tensor, dict[str, Any], Tensor | None]:
-            if i in bad:
-                raise ValueError(bad[i])
-            with _memory_errors(str(files[i])):
-                clip, info = rules.cut(files[i], codec, decoder)
-                clip = clip.to(device)
-                condition = codec.image_condition(clip) if isinstance(codec, WanVAE) and image_condition else None
-                return codec.encode(clip), about(i, info), condition
-
-        def write(part: Path, span: range, advance: Callable[[], None]) -> PartContent:
-            skipped: list[tuple[str, str]] = []
-            notes: list[tuple[str, Any]] = []
-
-            decoder.announce([files[i] for i in span if i not in bad])
-
-            def samples() -> Iterator[tuple[int, Tensor, dict[str, Any], Tensor | None]]:
-                for i in span:
-                    try:
-                        latents, info, condition = encode(i)
-                    except OutOfMemory:
-                        raise
-                    except ValueError as error:
-                        if not skip_bad:
-                            raise _unusable([(names[i], str(error))], folder) from error
-                        skipped.append((names[i], str(error)))
-                    else:
-                        notes.extend(_notes(rules, codec, info))
-                        yield i, latents, info, condition
-                    advance()
-
-            encoded = samples()
-            first = next(encoded, None)
-            if first is None:
-                return PartContent(skipped=skipped)
-            # one more than the samples: the null embedding is in the text shard too
-            with ShardWriter(
-                part, codec=codec, text_encoder=text_encoder, samples_per_shard=len(span) + 1, dtype=dtype
-            ) as writer:
-                for i, latents, info, condition in chain([first], encoded):
-                    writer.add(ids[i], latents, all_captions.of[files[i]], info, condition)
-            return PartContent(skipped=skipped, notes=notes)
-
-        report = write_parts(
-            out,
-            write,
-            **share,
-            overwrite=overwrite,
-            title="encoding videos",
-            progress=progress,
-        )
+        report = write_parts(out, encoding.write, **share, title="encoding videos", progress=progress)
     if report.complete and report.samples == 0:
         raise UnusableFiles(
-            report.skipped, f"none of the {len(files)} videos in {folder} decodes; first: {report.skipped[0][1]}"
+            report.skipped,
+            f"none of the {len(encoding.files)} videos in {folder} decodes; first: {report.skipped[0][1]}",
         )
-    if world_size == 1:
+    if output.world_size == 1:
         join_parts(out)
         for line in _describe_notes(report.notes):
             tell(line)
-    return replace(report, skipped=(*media.ignored, *all_captions.unusable, *report.skipped))
+    return replace(report, skipped=(*encoding.media.ignored, *encoding.captions.unusable, *report.skipped))
+
+
+class _Encoding:
+    """The files of a folder by number, in the order of the data set, and their encoding.
+
+    Args:
+        folder: folder of videos and images.
+        options: options of the call.
+        codec: encodes the pixels.
+        text_encoder: encodes the captions.
+        decoder: reads the files.
+    """
+
+    def __init__(
+        self, folder: Path, options: EncodeOptions, codec: Codec, text_encoder: TextEncoder, decoder: DecoderProcess
+    ):
+        self._folder, self._options, self._decoder = folder, options, decoder
+        self._codec, self._text_encoder = codec, text_encoder
+        caption_file = Path(options.captions) if options.captions else None
+        self.media = media_files(folder, caption_file)
+        self.files = self.media.files
+        self._names = [path.relative_to(folder).as_posix() for path in self.files]
+        self._ids = sample_ids(self._names)
+        self.captions = read_captions(folder, caption_file, self.files)
+        # reasons by number
+        missing = self.captions.missing
+        self._bad = {i: missing[path] for i, path in enumerate(self.files) if path in missing}
+
+    def settings(self) -> dict[str, Any]:
+        """Everything that determines the samples, as JSON values."""
+        entries = [(self.captions.of.get(path), self.captions.fields.get(path)) for path in self.files]
+        # without fields, the listing equals that of earlier versions
+        listing = "\n".join(
+            f"{name}\t{captions}" + (f"\t{fields}" if fields else "")
+            for name, (captions, fields) in zip(self._names, entries, strict=True)
+        )
+        digest = hashlib.sha256(listing.encode("utf-8", "replace")).hexdigest()[:12]
+        rules = self._options.clips
+        return {
+            "videos": f"{len(self.files)} files ({digest})",
+            "codec": f"{self._codec.id} ({self._codec.hash})",
+            "text_encoder": f"{self._text_encoder.id} ({self._text_encoder.hash})",
+            "size": rules.size,
+            "frames": rules.frames,
+            "fps": rules.fps,
+            "buckets": [str(bucket) for bucket in rules.buckets],
+            "image_condition": self._options.image_condition,
+            "dtype": self._options.output.dtype,
+        }
+
+    def check(self, numbers: Iterable[int]) -> None:
+        """Look at the headers of files; UnusableFiles if no file is usable, or any is not and none may be skipped."""
+        for i in numbers:
+            try:
+                # records and pages are in UTF-8
+                if self._names[i] != self._names[i].encode(errors="replace").decode():
+                    raise ValueError(f"the name of video {self.files[i]} is not UTF-8: rename it")
+                self._options.clips.probe(self.files[i], self._codec, self._decoder)
+            except ValueError as error:
+                self._bad.setdefault(i, str(error))
+        problems = [*self.captions.unusable, *((self._names[i], self._bad[i]) for i in sorted(self._bad))]
+        if len(self._bad) == len(self.files):
+            reason = problems[0][1]
+            raise UnusableFiles(
+                problems, f"none of the {len(self.files)} videos in {self._folder} can be encoded; first: {reason}"
+            )
+        if problems and not self._options.skip_bad:
+            raise _unusable(problems, self._folder)
+
+    def describe_ahead(self) -> Iterator[str]:
+        """Messages before hours of encoding: what is not read, cut or joined, and the quality of the codec."""
+        good = [i for i in range(len(self.files)) if i not in self._bad]
+        if unread := self.media.describe_unread():
+            yield f"neither videos nor images, not read: {unread}"
+        if joined := self.captions.joined:
+            yield (
+                f"lines joined to one caption: {len(joined)} text files, first {joined[0].name}; "
+                "a blank line begins another caption"
+            )
+        if cut := describe_cut(self._text_encoder, chain(*(self.captions.of[self.files[i]] for i in good))):
+            yield cut
+        sample = sorted({good[k * len(good) // _MEASURED_CLIPS] for k in range(_MEASURED_CLIPS)})
+        clips = {self._names[i]: self.files[i] for i in sample}
+        yield from _describe_codec(clips, self._options.clips, self._codec, self._decoder)
+
+    def write(self, part: Path, span: range, advance: Callable[[], None]) -> PartContent:
+        """Encode the files of a range to a part of the data set."""
+        skipped: list[tuple[str, str]] = []
+        notes: list[tuple[str, Any]] = []
+
+        def samples() -> Iterator[tuple[int, Tensor, dict[str, Any], Tensor | None]]:
+            for i in span:
+                try:
+                    latents, info, condition = self._encode(i)
+                except OutOfMemory:
+                    raise
+                except ValueError as error:
+                    if not self._options.skip_bad:
+                        raise _unusable([(self._names[i], str(error))], self._folder) from error
+                    skipped.append((self._names[i], str(error)))
+                else:
+                    notes.extend(_notes(self._options.clips, self._codec, info))
+                    yield i, latents, info, condition
+                advance()
+
+        self._decoder.announce([self.files[i] for i in span if i not in self._bad])
+        encoded = samples()
+        first = next(encoded, None)
+        if first is None:
+            return PartContent(skipped=skipped)
+        encoders = {"codec": self._codec, "text_encoder": self._text_encoder}
+        # one more than the samples: the null embedding is in the text shard too
+        with ShardWriter(part, **encoders, samples_per_shard=len(span) + 1, dtype=self._options.output.dtype) as writer:
+            for i, latents, info, condition in chain([first], encoded):
+                writer.add(self._ids[i], latents, self.captions.of[self.files[i]], info, condition)
+        return PartContent(skipped=skipped, notes=notes)
+
+    def _encode(self, i: int) -> tuple[Tensor, dict[str, Any], Tensor | None]:
+        """Latents, facts and image condition of a file."""
+        if i in self._bad:
+            raise ValueError(self._bad[i])
+        path, codec = self.files[i], self._codec
+        with _memory_errors(str(path)):
+            clip, info = self._options.clips.cut(path, codec, self._decoder)
+            clip = clip.to(self._options.device)
+            condition = None
+            if isinstance(codec, WanVAE) and self._options.image_condition:
+                condition = codec.image_condition(clip)
+            latents = codec.encode(clip)
+        fields = self.captions.fields.get(path)
+        return latents, {"source": self._names[i], **info, **({"fields": fields} if fields else {})}, condition
 
 
 def _refuse_overlap(videos: Path, out: Path) -> None:
@@ -274,8 +305,8 @@ def _memory_errors(what: str) -> Iterator[None]:
         raise OutOfMemory(f"not enough memory to encode {what}: choose a smaller size or fewer frames") from error
 
 
-def _describe_ahead(clips: Mapping[str, Path], rules: ClipRules, codec: Codec, decoder: Decoder) -> list[str]:
-    """Messages before hours of encoding: sizes that do not fit models, and the quality of the codec."""
+def _describe_codec(clips: Mapping[str, Path], rules: ClipRules, codec: Codec, decoder: Decoder) -> list[str]:
+    """Messages about sizes that do not fit models, and about the quality of the codec."""
     _, sh, sw = codec.stride
     lines = [
         f"clips of {h}x{w} give latents of {h // sh}x{w // sw}, which do not divide into the {PATCH}x{PATCH} patches "

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from vsa.data.index import INDEX_NAME, DatasetIndex, Span, pooled_statistics
 from vsa.data.own_files import listed_shards, remove_dataset, shard_files
@@ -45,6 +45,34 @@ class PartContent:
 
     skipped: Sequence[tuple[str, str]] = ()
     notes: Sequence[tuple[str, Any]] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputOptions:
+    """How a data set is written, and by how many processes.
+
+    Args:
+        dtype: dtype of the stored latents.
+        samples_per_shard: samples in a full shard, the most that an interruption can cost.
+        overwrite: remove parts with other settings at once, and a finished data set when `join_parts` replaces it;
+            parts with the same settings are kept.
+        rank: rank of this process, which writes parts rank, rank + world_size, ...
+        world_size: number of processes that share the work; a last call with a single process joins their parts.
+    """
+
+    dtype: Literal["float32", "bfloat16", "float16"] = "float16"
+    samples_per_shard: int = 256
+    overwrite: bool = False
+    rank: int = 0
+    world_size: int = 1
+
+    def __post_init__(self) -> None:
+        if self.samples_per_shard < 1:
+            raise ValueError(f"samples_per_shard must be at least 1, got {self.samples_per_shard}")
+        if not 0 <= self.rank < self.world_size:
+            raise ValueError(f"rank must be in 0..{self.world_size - 1}, got {self.rank}")
+        if self.overwrite and self.world_size > 1:
+            raise ValueError(f"overwrite needs one process, got {self.world_size}: remove the data set first")
 
 
 WritePart = Callable[[Path, range, Callable[[], None]], PartContent]
@@ -93,18 +121,14 @@ def check_target(root: str | Path, *, overwrite: bool) -> None:
 
 
 def pending_parts(
-    root: str | Path, *, count: int, part_size: int, settings: Mapping[str, Any], rank: int = 0, world_size: int = 1
+    root: str | Path, *, count: int, settings: Mapping[str, Any], output: OutputOptions
 ) -> list[tuple[Path, range]]:
     """Folder and sample numbers of every part that this process has yet to write; arguments as in `write_parts`.
 
     If one part has other settings, all parts are pending.
     """
-    if part_size < 1:
-        raise ValueError(f"samples_per_shard must be at least 1, got {part_size}")
-    if not 0 <= rank < world_size:
-        raise ValueError(f"rank must be in 0..{world_size - 1}, got {rank}")
-    mine = _all_parts(Path(root), count, part_size)[rank::world_size]
-    anew = bool(_differing(Path(root), {**settings, "samples_per_shard": part_size}))
+    mine = _all_parts(Path(root), count, output)[output.rank :: output.world_size]
+    anew = bool(_differing(Path(root), {**settings, "samples_per_shard": output.samples_per_shard}))
     return [(folder, span) for folder, span in mine if anew or not (folder / _DONE).is_file()]
 
 
@@ -113,11 +137,8 @@ def write_parts(
     write: WritePart,
     *,
     count: int,
-    part_size: int,
     settings: Mapping[str, Any],
-    overwrite: bool = False,
-    rank: int = 0,
-    world_size: int = 1,
+    output: OutputOptions,
     title: str = "writing",
     progress: bool = True,
 ) -> PartsReport:
@@ -127,12 +148,8 @@ def write_parts(
         root: folder of the data set.
         write: writes one part.
         count: samples of the data set.
-        part_size: samples of a part, the most that an interruption can cost.
         settings: all settings that determine the samples, as JSON values; parts with other settings are an error.
-        overwrite: remove parts with other settings at once, and a finished data set when `join_parts` replaces it;
-            parts with the same settings are kept.
-        rank: rank of this process, which writes parts rank, rank + world_size, ...
-        world_size: number of processes that share the work.
+        output: size of the parts, and the share of this process.
         title: title of the progress bar.
         progress: show the progress bar.
 
@@ -140,18 +157,12 @@ def write_parts(
         Content of all finished parts, those of other processes included.
     """
     root = Path(root)
-    share = {"count": count, "part_size": part_size, "rank": rank, "world_size": world_size}
-    find_pending = partial(pending_parts, root, **share, settings=settings)
-    # raises for an invalid rank before anything is removed
-    find_pending()
-    if overwrite and world_size > 1:
-        raise ValueError(f"overwrite needs one process, got {world_size}: remove {root} first")
-    settings = {**settings, "samples_per_shard": part_size}
-    check_target(root, overwrite=overwrite)
-    _make_room(root, settings, overwrite=overwrite)
-
-    parts, pending = _all_parts(root, count, part_size), find_pending()
-    total, remaining = (sum(len(span) for _, span in group) for group in (parts[rank::world_size], pending))
+    check_target(root, overwrite=output.overwrite)
+    parts, settings = _all_parts(root, count, output), {**settings, "samples_per_shard": output.samples_per_shard}
+    _make_room(root, settings, overwrite=output.overwrite)
+    pending = pending_parts(root, count=count, settings=settings, output=output)
+    mine = parts[output.rank :: output.world_size]
+    total, remaining = (sum(len(span) for _, span in group) for group in (mine, pending))
     with progress_bar(title, total, done=total - remaining, disable=not progress) as advance:
         for folder, span in pending:
             _write_part(folder, span, write, settings, partial(advance, 1))
@@ -204,7 +215,8 @@ def join_parts(root: str | Path) -> DatasetIndex:
     return whole
 
 
-def _all_parts(root: Path, count: int, part_size: int) -> list[tuple[Path, range]]:
+def _all_parts(root: Path, count: int, output: OutputOptions) -> list[tuple[Path, range]]:
+    part_size = output.samples_per_shard
     spans = [range(start, min(start + part_size, count)) for start in range(0, count, part_size)]
     return [(root / _PARTS / f"{n:05d}", span) for n, span in enumerate(spans)]
 

@@ -8,7 +8,7 @@ from filelock import FileLock
 
 from vsa.data.clip_rules import ClipRules
 from vsa.data.codecs import Codec
-from vsa.data.encode import encode_folder
+from vsa.data.encode import EncodeOptions, encode_folder
 from vsa.data.index import INDEX_NAME
 from vsa.data.plan import Shape
 from vsa.data.shards import LatentReader
@@ -36,7 +36,7 @@ def prepare_toy_shards(toy: ToyClips, videos: Path, root: Path, codec: Codec, te
         with FileLock(root.parent / f".{root.name}.lock"):
             if not (root / INDEX_NAME).is_file():
                 write_toy_videos(toy, videos)
-                encode_folder(videos, root, codec=codec, text_encoder=text_encoder, frames=rules.frames)
+                encode_folder(videos, root, EncodeOptions(clips=rules), codec=codec, text_encoder=text_encoder)
     _check_toy_set(root, toy, codec.latent_shape(*clip.size))
 
 

@@ -21,7 +21,7 @@ from vsa.data.batch import pad_text
 from vsa.data.codecs import Codec, WanVAE, check_frames
 from vsa.data.plan import hash64
 from vsa.data.pretrained import component_folder, read_config, refuse_missing, weights_digest
-from vsa.data.resumable_writer import PartContent, join_parts, write_parts
+from vsa.data.resumable_writer import OutputOptions, PartContent, join_parts, write_parts
 from vsa.data.shard_writer import ShardWriter
 from vsa.data.text import TextEncoder, UMT5Encoder
 from vsa.diffusion.flow_matching import noise_like
@@ -230,15 +230,11 @@ def write_latents(
     teacher: Teacher,
     prompts: Sequence[str],
     out: str,
+    output: OutputOptions,
     *,
     clips_per_prompt: int = 1,
     seed: int = 0,
     batch_size: int = 4,
-    dtype: Literal["float32", "bfloat16", "float16"] = "float16",
-    samples_per_shard: int = 256,
-    overwrite: bool = False,
-    rank: int = 0,
-    world_size: int = 1,
 ) -> list[str]:
     """Sample the teacher into shards; a repeated call continues an interrupted one.
 
@@ -246,14 +242,10 @@ def write_latents(
         teacher: teacher to sample.
         prompts: N captions.
         out: folder of shards.
+        output: how the shards are written.
         clips_per_prompt: samples per prompt.
         seed: seed of the noise.
         batch_size: clips sampled together.
-        dtype: dtype of the stored latents.
-        samples_per_shard: samples of a shard, the most that an interruption can cost.
-        overwrite: replace the data set in `out`.
-        rank: rank of this process.
-        world_size: number of processes that share the work; a last call with a single process joins their parts.
 
     Returns:
         Messages about the result.
@@ -267,7 +259,7 @@ def write_latents(
     def write(part: Path, span: range, advance: Callable[[], None]) -> PartContent:
         # one more than the samples: the null embedding is in the text shard too
         encoders = {"codec": teacher.codec, "text_encoder": teacher.text_encoder}
-        with ShardWriter(part, **encoders, samples_per_shard=len(span) + 1, dtype=dtype) as writer:
+        with ShardWriter(part, **encoders, samples_per_shard=len(span) + 1, dtype=output.dtype) as writer:
             for start in range(0, len(span), batch_size):
                 clips = [divmod(i, clips_per_prompt) for i in span[start : start + batch_size]]
                 places = ((n, again[n] * clips_per_prompt + i) for n, i in clips)
@@ -284,23 +276,20 @@ def write_latents(
         out,
         write,
         count=len(prompts) * clips_per_prompt,
-        part_size=samples_per_shard,
         settings={
             "prompts": f"{len(prompts)} prompts ({digest})",
             "clips_per_prompt": clips_per_prompt,
             "seed": seed,
-            "dtype": dtype,
+            "dtype": output.dtype,
             "codec": f"{teacher.codec.id} ({teacher.codec.hash})",
             "text_encoder": f"{teacher.text_encoder.id} ({teacher.text_encoder.hash})",
             **teacher.record,
         },
-        overwrite=overwrite,
-        rank=rank,
-        world_size=world_size,
+        output=output,
         title="sampling the teacher",
     )
     lines = [f"{report.samples} samples in {out}"]
-    if world_size == 1:
+    if output.world_size == 1:
         return [join_parts(out).summary(), *lines]
     if report.complete:
         return ["every part is done: run the command once more without --rank and --world-size", *lines]
