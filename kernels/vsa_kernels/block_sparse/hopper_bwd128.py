@@ -269,9 +269,7 @@ def _dq128_kernel(
     GROUP: tl.constexpr, D: tl.constexpr, EVEN: tl.constexpr, SHARED: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     PARTS: tl.constexpr = 128 // BLOCK_M
-    # what the first kernel wrote last is read first: part of it is still in the cache
-    i_program = tl.num_programs(0) - 1 - tl.program_id(0)
-    i_tile, i_bh = i_program % (num_q * PARTS), i_program // (num_q * PARTS)
+    i_tile, i_bh = tl.program_id(0) % (num_q * PARTS), tl.program_id(0) // (num_q * PARTS)
     i_n, i_part = i_tile // PARTS, i_tile % PARTS
     i_b, i_h = i_bh // H, i_bh % H
     p_list = kv_indices + i_b.to(tl.int64) * idx_b + i_h.to(tl.int64) * idx_h + i_n.to(tl.int64) * idx_n
