@@ -23,8 +23,14 @@ pytestmark = [
         reason="needs a CUDA device and kernels that are not interpreted",
     ),
 ]
-# equal blocks take descriptors (on Hopper the kernel of `hopper_fwd`), ragged ones padded copies of the tokens
-SIZES = {"even": [64] * 6, "ragged": [64, 40, 64, 21, 64, 64]}
+# equal blocks take descriptors (on Hopper the kernel of `hopper_fwd`), ragged ones padded copies of the tokens; tiles
+# of 128 have kernels of their own for both, with a workspace
+SIZES = {
+    "even": [64] * 6,
+    "ragged": [64, 40, 64, 21, 64, 64],
+    "tile128": [128] * 6,
+    "ragged tile128": [128, 65, 100, 128, 127, 128],
+}
 HEADS = 2
 Step = Callable[[Sequence[Tensor]], tuple[Tensor, ...]]
 

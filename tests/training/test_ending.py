@@ -102,7 +102,7 @@ def test_the_page_of_a_run_shows_its_starts_and_real_clips(training, told, monke
     assert [(s["step"], s["last_step"], s["how"]) for s in (first, second)] == [(0, 1, "stopped"), (1, 3, "finished")]
     assert first["reason"] == "SIGTERM"
     assert first["environment"]["versions"]["torch"] == torch.__version__
-    assert first["environment"]["attention_backend"] == "gather"
+    assert first["environment"]["attention_backend"] == training.last(folder).state["attention_backend"] == "gather"
     text = (folder / "report.html").read_text()
     assert "finished at step 3 of 3" in text
     clips = json.loads((folder / DATA_CLIPS / "samples.json").read_text())["clips"]

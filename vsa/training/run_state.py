@@ -36,6 +36,9 @@ WITHOUT_GRADIENT = "without_gradient"
 LEVEL = "activation_checkpointing"
 """Name in `state.json` of the level that a run was trained with; earlier checkpoints lack it."""
 
+BACKEND = "attention_backend"
+"""Name in `state.json` and `run.json` of the backend that computes attention; earlier checkpoints lack it."""
+
 REPLAY = "replay"
 """Key in the state of a checkpoint that contains networks only, for the replay of one step."""
 
@@ -259,8 +262,8 @@ def load_values(parts: Mapping[str, Stateful], record: Mapping[str, Any], checkp
     if checkpoint.schema > 1:
         # checkpoints of before `auto` do not have the level
         parallel = checkpoint.state.get("config", {}).get("task", {}).get("parallel") or {}
-        level_is_auto = parallel.get("activation_checkpointing") == "auto"
-        refuse_missing(checkpoint, (*(name for name in record if level_is_auto or name != LEVEL), WITHOUT_GRADIENT))
+        optional = (BACKEND,) if parallel.get("activation_checkpointing") == "auto" else (BACKEND, LEVEL)
+        refuse_missing(checkpoint, (*(name for name in record if name not in optional), WITHOUT_GRADIENT))
     own = {name: part for name, part in parts.items() if not isinstance(part, HasTensors)}
     refuse_missing(checkpoint, (name for name in own if name not in TOP_LEVEL + newer))
     refuse_missing(checkpoint, (key for name in own if name in TOP_LEVEL for key in own[name].state_dict()))

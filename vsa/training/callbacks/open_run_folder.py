@@ -14,7 +14,7 @@ from vsa.training.display import tolerate
 from vsa.training.lightning_compat import attach_loggers
 from vsa.training.metrics_csv import MetricsCSV
 from vsa.training.modules.base import DiffusionModule
-from vsa.training.run_state import LEVEL
+from vsa.training.run_state import BACKEND, LEVEL
 
 
 class OpenRunFolder(L.Callback):
@@ -43,7 +43,7 @@ class OpenRunFolder(L.Callback):
                 rank_zero_info(f"continuing from {resume}: the later checkpoints were moved to {aside}")
             level = pl_module.parallel.level
             here = {**environment(pl_module.device), "processes": trainer.world_size, LEVEL: level}
-            here["attention_backend"] = pl_module.model.attention_backend
+            here[BACKEND] = pl_module.model.attention_backend
             if changes := note_start(self._folder.path, step=trainer.global_step, environment=here):
                 rank_zero_info(
                     f"since the last start: {', '.join(changes)}; numbers may differ from those of one start"

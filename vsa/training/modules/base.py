@@ -37,6 +37,7 @@ from vsa.training.modules.teacher import Teacher
 from vsa.training.optimizer import AdamW
 from vsa.training.parallel import ParallelPlan, build_model, every_parameter
 from vsa.training.run_state import (
+    BACKEND,
     LEVEL,
     NEW_RUN,
     RunStart,
@@ -456,6 +457,8 @@ class DiffusionModule(L.LightningModule):
             "config": self._config,
             "allowed_changes": self._changes,
             LEVEL: self.parallel.level,
+            # a resume asks for the names before there is a network
+            BACKEND: getattr(self.model, "attention_backend", None),
             "latent_mean": self.statistics.mean.tolist(),
             "latent_std": self.statistics.std.tolist(),
         }
