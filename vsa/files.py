@@ -273,7 +273,7 @@ def parse_json(text: str | bytes, name: object, kind: Any = dict) -> Any:
 
     Args:
         text: the text.
-        name: what errors call it, such as the path of its file.
+        name: name in errors, such as the path of its file.
         kind: its expected type; see `check_kind`.
 
     Raises:
@@ -325,7 +325,7 @@ def check_kind(value: Any, kind: Any, name: object, key: str = "") -> None:
         value: a parsed value.
         kind: an annotation as in `vsa.settings`, `[kind]` for a list of such items, or a dict with the kind of each
             key, in which `str` as key stands for all keys and a `?` at the end marks a key that may be missing.
-        name: what errors call the value's file.
+        name: name of the value's file in errors.
         key: the value's place in it.
 
     Raises:

@@ -29,7 +29,7 @@ class PendingCopy(NamedTuple):
     """A tensor on its way to the host.
 
     Attributes:
-        value: on the host, valid once `arrived` is done.
+        value: tensor on the host, valid once `arrived` is done.
         arrived: end of the copy; None if the tensor was on the host already.
     """
 

@@ -30,7 +30,7 @@ class Example:
     """One sample.
 
     Args:
-        id: of the sample.
+        id: id of the sample.
         caption: the first one.
         rebuilt: uint8 `[T, H, W, 3]`, the stored latents decoded.
         original: the same frames as they were before encoding; None where they are not at hand.

@@ -150,7 +150,7 @@ class ShardStore:
     """One or more folders of shards made by the same codec and text encoder.
 
     Args:
-        readers: of each folder by source name.
+        readers: reader of each folder, by source name.
     """
 
     def __init__(self, readers: Mapping[str, LatentReader]) -> None:

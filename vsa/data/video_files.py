@@ -102,7 +102,7 @@ def probe_video(path: str | Path, *, fps: float | None = None) -> tuple[int | No
     """Size as shown and length of a video or image file, from its header and its first frame.
 
     Args:
-        path: as for `read_video`.
+        path: video or image file.
         fps: count the frames after resampling to that rate.
 
     Returns:

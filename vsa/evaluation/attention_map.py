@@ -93,7 +93,7 @@ def draw_attention(run: LoadedRun, prompt: str, settings: SampleSettings, path: 
     The layer is the middle one of those that select tiles.
 
     Args:
-        run: from `load_run`, with sparse attention.
+        run: run from `load_run`, with sparse attention.
         prompt: caption of the clip.
         settings: sampling settings; the clip is that of `generate`.
         path: PNG to write; None runs the model without drawing (on ranks other than the first, with sharded weights).

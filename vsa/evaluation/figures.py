@@ -105,7 +105,7 @@ def health_curves(metrics_csv: str | Path, path: str | Path, *, title: str = "")
     """Critic loss, gap between critic and teacher, and spread of the generated latents of a distillation.
 
     Args:
-        metrics_csv: a run's metrics; what it has not is left out.
+        metrics_csv: metrics file of a run; missing columns are skipped.
         path: PNG to write.
         title: above the axes.
     """
@@ -198,7 +198,7 @@ def draw_evaluation(rows: Sequence[Mapping[str, Any]], path: str | Path, *, titl
     """The metrics of evaluated checkpoints over optimizer steps; panels that no row has values for are left out.
 
     Args:
-        rows: by step, with values as numbers or as text.
+        rows: rows by step, with values as numbers or as text.
         path: PNG to write.
         title: above the panels.
     """

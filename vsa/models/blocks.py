@@ -72,7 +72,7 @@ class QKNorm(nn.RMSNorm):
 
         Args:
             x: `[B, L, E]`.
-            projection: to `[B, L, C]`; the bias of a linear layer is added by the kernel of the norm.
+            projection: projection to `[B, L, C]`; the bias of a linear layer is added by the kernel of the norm.
             rope: cos, sin `[L, D / 2]`, or None without rotation.
         """
         weight = rounded(self.weight, self.compute_dtype)

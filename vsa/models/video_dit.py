@@ -277,7 +277,7 @@ class VideoDiT(nn.Module):
         The parameters of a method have the values that its constructor sets.
 
         Args:
-            attention: as in the constructor.
+            attention: factory of the methods, as in the constructor.
         """
         model, blocks = _shallow_copy(self), []
         for layer_idx, block in enumerate(self.blocks):
@@ -324,7 +324,7 @@ class VideoDiT(nn.Module):
 
         Args:
             latent_shape: `[C, T, H, W]`.
-            topk: as in `forward`; if it changes over a denoising, its largest value is counted.
+            topk: top-k as in `forward`; if it changes over a denoising, its largest value is counted.
             text_len: S.
             image_len: image tokens of image-to-video models.
             training: count forward and backward instead of the forward only.

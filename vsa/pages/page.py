@@ -103,7 +103,7 @@ class Page:
         facts: facts in the header, by heading.
         warnings: sentences below the facts.
         folder: name of the folder beside the page for CSVs and PNGs; "" for a page without any.
-        subject: what is shown, for the titles of the PNGs.
+        subject: subject of the page, for the titles of the PNGs.
     """
 
     def __init__(

@@ -50,7 +50,7 @@ def run_clip_table(run: Run, *, most_bytes: float) -> Clips:
 
     Args:
         run: the run.
-        most_bytes: as in `clip_table`.
+        most_bytes: size limit, as in `clip_table`.
     """
     columns: dict[tuple[str, str], dict[str, Path]] = {}
     for label, clips in newest_clips(run).items():

@@ -318,9 +318,9 @@ def generate(
     """Videos for prompts; a clip depends on its prompt, its repetition number and the settings, not on other prompts.
 
     Args:
-        run: from `load_run`.
+        run: run from `load_run`.
         prompts: N captions.
-        settings: from `LoadedRun.settings`.
+        settings: settings from `LoadedRun.settings`.
         progress: called after every sampler step with the number of clips it advanced; N * steps in all.
 
     Returns:

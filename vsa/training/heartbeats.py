@@ -30,7 +30,7 @@ class Heartbeat:
         host: host name, for messages.
         place: host and process namespace; ranks in the same place can inspect each other's processes.
         signal: signal that the rank received; 0: none.
-        left: how the rank left the run.
+        left: reason why the rank left the run.
         verdict: reason for which the rank ends the run.
         status: exit status of all ranks in that case.
         culprit: the lost rank, if one is lost.

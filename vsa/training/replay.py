@@ -71,7 +71,7 @@ def replay_step(path: Path, *, accelerator: str = "auto") -> Replayed:
 
     Args:
         path: folder of the dump.
-        accelerator: as `trainer.accelerator`.
+        accelerator: kind of device, as `trainer.accelerator`.
 
     Raises:
         ValueError: the folder is not a dump, is damaged, or the data of the run are missing.

@@ -42,7 +42,7 @@ def write_page(
     """Write the page.
 
     Args:
-        inspection: what the page shows.
+        inspection: measurements that the page shows.
         path: HTML file to write.
         video: uint8 `[T, H, W, 3]`.
         times: token time of every frame, see `vsa.evaluation.attention_map.token_times`.

@@ -152,7 +152,7 @@ def clip_settings(
     guidance setting runs a single pass, since its weights include the guidance.
 
     Args:
-        pipe: from `open_pipeline`.
+        pipe: pipeline from `open_pipeline`.
         size: height and width in pixels.
         frames: frames of the clip.
         guidance: see `ClipSettings`.
@@ -186,7 +186,7 @@ def token_grid(pipe: Any, size: tuple[int, int], frames: int) -> Grid:
     """Number of tokens of a clip along time, height and width.
 
     Args:
-        pipe: from `open_pipeline`.
+        pipe: pipeline from `open_pipeline`.
         size: height and width in pixels.
         frames: frames of the clip.
     """
@@ -226,7 +226,7 @@ def generate_videos(
     """Videos for prompts; a clip depends on its prompt, its seed and the settings.
 
     Args:
-        pipe: from `open_pipeline`.
+        pipe: pipeline from `open_pipeline`.
         prompts: N captions.
         seeds: N seeds of the clips' noise.
         size: height and width in pixels.

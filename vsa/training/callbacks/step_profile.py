@@ -198,7 +198,7 @@ def average_bytes(average: Mapping[str, Tensor], model: nn.Module) -> int:
     """Bytes that an update of averaged weights reads and writes: averages both ways, and parameters.
 
     Args:
-        average: of `EMA`, by parameter name.
+        average: averages of `EMA`, by parameter name.
         model: the network with these parameters.
     """
     return 2 * _size(average.values()) + _size(model.get_parameter(name) for name in average)
