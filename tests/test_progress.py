@@ -17,9 +17,3 @@ def test_a_log_gets_a_line_now_and_then(capsys, monkeypatch):
         advance(1)
     out, err = capsys.readouterr()
     assert (out, err) == ("", "")
-
-
-def test_nothing_is_shown_where_nothing_is_asked_for(capsys):
-    with progress_bar("counting", 9, disable=True) as advance:
-        advance(9)
-    assert capsys.readouterr() == ("", "")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -61,6 +61,11 @@ def told_together(*checks: Callable[[], None]) -> None:
             problems[str(error)] = None
     if problems:
         raise ValueError("; ".join(problems))
+
+
+def first_of(lines: Sequence[str], most: int = 20) -> list[str]:
+    """The first lines, and how many more there are."""
+    return [*lines[:most], *([f"and {len(lines) - most} more"] if len(lines) > most else [])]
 
 
 def usable_device(name: str | None, *, rank: int = 0) -> str:

@@ -14,9 +14,7 @@ SECONDS = 15.0
 
 
 @contextmanager
-def progress_bar(
-    title: str, total: int, *, done: int = 0, transient: bool = False, disable: bool = False
-) -> Iterator[Callable[[int], None]]:
+def progress_bar(title: str, total: int, *, done: int = 0, transient: bool = False) -> Iterator[Callable[[int], None]]:
     """Show progress on standard error; yields a function that advances it by a count.
 
     Args:
@@ -24,12 +22,11 @@ def progress_bar(
         total: count at the end.
         done: count at the start.
         transient: remove the bar at the end.
-        disable: show nothing.
     """
     console = Console(stderr=True)
-    if console.is_terminal or disable:
+    if console.is_terminal:
         columns = (TextColumn(title), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        with Progress(*columns, console=console, transient=transient, disable=disable) as bar:
+        with Progress(*columns, console=console, transient=transient) as bar:
             task = bar.add_task(title, total=total, completed=done)
             yield lambda count: bar.advance(task, count)
         return

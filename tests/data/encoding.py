@@ -22,7 +22,6 @@ def encode_folder(
     *,
     codec: Codec | None = None,
     text_encoder: TextEncoder | None = None,
-    progress: bool = False,
     tell: Callable[[str], None] = print,
     **options: Any,
 ) -> PartsReport:
@@ -30,4 +29,4 @@ def encode_folder(
     known = (field.name for kind in (EncodeOptions, ClipRules, OutputOptions) for field in fields(kind))
     assert options.keys() <= set(known), options
     encoders = {"codec": codec or HaarCodec(), "text_encoder": text_encoder or HashedNgramEncoder()}
-    return library.encode_folder(videos, out, made_of(EncodeOptions, options), **encoders, progress=progress, tell=tell)
+    return library.encode_folder(videos, out, made_of(EncodeOptions, options), **encoders, tell=tell)

@@ -336,7 +336,7 @@ def test_toy_clips_are_rendered_and_encoded_once(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="holds 12 samples, not the"):
             module(tmp_path / "shards", toy=toy, videos=options["videos"])
     # the same files through the path of a user's folder give the same shards
-    encode_folder(tmp_path / "videos", tmp_path / "own", codec=HaarCodec(), text_encoder=ENCODER, progress=False)
+    encode_folder(tmp_path / "videos", tmp_path / "own", codec=HaarCodec(), text_encoder=ENCODER)
     assert (tmp_path / "own" / "index.json").read_bytes() == index
 
 

@@ -46,7 +46,7 @@ def videos(tmp_path: Path) -> Path:
 
 
 def encode(videos: Path, out: Path, **options):
-    options = {"decode_seconds": _SECONDS, "decode_memory": 1, "progress": False, "tell": lambda line: None, **options}
+    options = {"decode_seconds": _SECONDS, "decode_memory": 1, "tell": lambda line: None, **options}
     return encode_folder(videos, out, codec=HaarCodec(), text_encoder=HashedNgramEncoder(), **options)
 
 

@@ -26,7 +26,7 @@ SCRIPTS = Path(__file__).parents[2] / "scripts"
 
 
 def encode(videos: Path, out: Path, **options):
-    return encode_folder(videos, out, codec=CODEC, text_encoder=ENCODER, progress=False, **options)
+    return encode_folder(videos, out, codec=CODEC, text_encoder=ENCODER, **options)
 
 
 @pytest.fixture
@@ -112,7 +112,7 @@ def test_image_conditions_are_stored(tmp_path: Path, wan_vae: WanVAE) -> None:
     for i in range(2):
         write_video(tmp_path / "v" / f"{i}.mp4", render_clip(0, i, size=(9, 16, 32))[0])
         (tmp_path / "v" / f"{i}.txt").write_text(f"clip {i}")
-    options = {"codec": wan_vae, "text_encoder": ENCODER, "progress": False}
+    options = {"codec": wan_vae, "text_encoder": ENCODER}
     encode_folder(tmp_path / "v", tmp_path / "out", **options, image_condition=True, dtype="float32")
     reader = LatentReader(tmp_path / "out")
     assert reader.index.cond_channels == 20
@@ -279,7 +279,7 @@ def test_memory_that_runs_out_stops_in_one_line(videos: Path, tmp_path: Path) ->
         def encode(self, video: torch.Tensor) -> torch.Tensor:
             raise RuntimeError("a defect of ours")
 
-    options = {"text_encoder": ENCODER, "progress": False, "skip_bad": True}
+    options = {"text_encoder": ENCODER, "skip_bad": True}
     with pytest.raises(
         ValueError, match=r"^not enough memory to encode .*a\.mp4: choose a smaller size or fewer frames$"
     ):

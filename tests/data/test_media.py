@@ -370,7 +370,6 @@ def encode(folder: Path, **options: Any) -> tuple[LatentReader, list[str]]:
         codec=HaarCodec(),
         text_encoder=ENCODER,
         tell=said.append,
-        progress=False,
         overwrite=True,
         **options,
     )

@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from vsa.data.batch_stream import RankSlice
 from vsa.data.parallel_dims import ParallelDims, dims_of
-from vsa.data.plan import rank_slice
 
 
 @pytest.mark.parametrize(
@@ -35,10 +35,7 @@ def test_ranks_that_share_samples_read_the_same_slots(monkeypatch, per_sample):
     dims = ParallelDims(replicate=2, shard=3)
     assert dims.micro_batch(24, 2) == 24 // (2 * 6 // per_sample)
     slots = [
-        [
-            list(rank_slice(batch_size=24, micro=m, accumulate=2, rank=dims.data_rank(rank), world=dims.data_size))
-            for m in range(2)
-        ]
+        [list(RankSlice(accumulate=2, rank=dims.data_rank(rank), world=dims.data_size).slots(24, m)) for m in range(2)]
         for rank in range(dims.ranks)
     ]
     for rank, own in enumerate(slots):

@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from vsa.data.batch_stream import RankSlice
 from vsa.data.plan import (
     DataPlan,
     Source,
     hash64,
     is_validation,
     permute_index,
-    rank_slice,
     sample_seed,
     split_ids,
 )
@@ -112,16 +112,16 @@ def test_ranks_and_micro_batches_cover_the_global_batch_once(world: int, accumul
         s
         for micro in range(accumulate)
         for rank in range(world)
-        for s in rank_slice(batch_size=size, micro=micro, accumulate=accumulate, rank=rank, world=world)
+        for s in RankSlice(accumulate=accumulate, rank=rank, world=world).slots(size, micro)
     ]
     assert slots == list(range(size))
 
 
 def test_batches_that_do_not_divide_are_refused() -> None:
     with pytest.raises(ValueError, match="batch_size 6 must be a multiple of 2 ranks x 2"):
-        rank_slice(batch_size=6, micro=0, accumulate=2, rank=0, world=2)
+        RankSlice(accumulate=2, world=2).slots(6, 0)
     with pytest.raises(ValueError, match="rank 2 of 2"):
-        rank_slice(batch_size=4, micro=0, accumulate=1, rank=2, world=2)
+        RankSlice(rank=2, world=2).slots(4, 0)
 
 
 def test_hash_changes_with_everything_that_changes_the_order() -> None:

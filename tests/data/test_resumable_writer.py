@@ -20,7 +20,7 @@ from vsa.data.text import HashedNgramEncoder
 from vsa.data.video_files import write_video
 
 CODEC, ENCODER = HaarCodec(), HashedNgramEncoder(dim=8, max_tokens=5)
-OPTIONS = {"codec": CODEC, "text_encoder": ENCODER, "samples_per_shard": 3, "progress": False, "skip_bad": True}
+OPTIONS = {"codec": CODEC, "text_encoder": ENCODER, "samples_per_shard": 3, "skip_bad": True}
 
 
 def encode_killed(videos: Path, out: Path, clip: int) -> int | None:

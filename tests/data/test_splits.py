@@ -142,7 +142,7 @@ def test_encoding_keeps_files_and_fields(tmp_path: Path) -> None:
         lines.append(json.dumps({**entry, "tags": ["not", "kept"]}))
     (videos / "captions.jsonl").write_text("\n".join(lines))
     root = tmp_path / "shards"
-    encode_folder(videos, root, codec=HaarCodec(), text_encoder=ENCODER, samples_per_shard=3, progress=False)
+    encode_folder(videos, root, codec=HaarCodec(), text_encoder=ENCODER, samples_per_shard=3)
     about = {name: sample.about for name, sample in LatentReader(root).index.samples.items()}
     assert about["film1-0"].source == "film1-0.mp4"
     assert about["film1-0"].fields == {"film": "F1", "year": "1992"}

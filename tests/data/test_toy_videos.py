@@ -134,8 +134,8 @@ def test_attributes_of_a_set_are_spread() -> None:
 
 
 def test_written_files_hold_the_clips_and_replace_an_older_set(tmp_path) -> None:
-    write_toy_videos(ToyClips(count=3, size=(4, 32, 32), seed=9), tmp_path, progress=False)
-    write_toy_videos(ToyClips(count=2, size=(4, 32, 32), seed=1), tmp_path, progress=False)
+    write_toy_videos(ToyClips(count=3, size=(4, 32, 32), seed=9), tmp_path)
+    write_toy_videos(ToyClips(count=2, size=(4, 32, 32), seed=1), tmp_path)
     assert sorted(p.name for p in tmp_path.iterdir()) == [
         "captions.jsonl",
         "toy-1-000000.mp4",
@@ -157,7 +157,7 @@ def test_files_of_others_stay(tmp_path: Path) -> None:
     def expect_refusal(name: str) -> None:
         before = {path: path.read_bytes() for path in tmp_path.iterdir()}
         with pytest.raises(ValueError, match=rf"cannot write toy clips to .*: {name} is not from an earlier call"):
-            write_toy_videos(clips, tmp_path, progress=False)
+            write_toy_videos(clips, tmp_path)
         assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
 
     # a user's captions, a clip beside its text, a name like ours
@@ -165,7 +165,7 @@ def test_files_of_others_stay(tmp_path: Path) -> None:
         (tmp_path / name).write_text("mine")
         expect_refusal(name)
         (tmp_path / name).unlink()
-    write_toy_videos(clips, tmp_path, progress=False)
+    write_toy_videos(clips, tmp_path)
     (tmp_path / "mine.txt").write_text("mine")
     expect_refusal("mine.txt")
     (tmp_path / "mine.txt").unlink()
@@ -173,10 +173,10 @@ def test_files_of_others_stay(tmp_path: Path) -> None:
     (tmp_path / "captions.jsonl").write_bytes(own.replace(b"circle", b"disc").replace(b"square", b"box"))
     expect_refusal("captions.jsonl")
     (tmp_path / "captions.jsonl").write_bytes(own)
-    write_toy_videos(clips, tmp_path, progress=False)
+    write_toy_videos(clips, tmp_path)
     (tmp_path / "toy_clips.json").write_text("{}")
     with pytest.raises(ValueError, match=r"toy_clips\.json does not describe toy clips"):
-        write_toy_videos(clips, tmp_path, progress=False)
+        write_toy_videos(clips, tmp_path)
 
 
 def test_an_interrupted_set_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,10 +188,10 @@ def test_an_interrupted_set_is_made_anew(tmp_path: Path, monkeypatch: pytest.Mon
     with monkeypatch.context() as patch:
         patch.setattr(toy_videos, "write_video", interrupt)
         with pytest.raises(KeyboardInterrupt):
-            write_toy_videos(ToyClips(count=3, size=(4, 32, 32)), tmp_path, progress=False)
+            write_toy_videos(ToyClips(count=3, size=(4, 32, 32)), tmp_path)
     # what a kill leaves
     (tmp_path / ".tmp-0123456789abcdef.mp4").write_bytes(b"half")
-    write_toy_videos(ToyClips(count=1, size=(4, 32, 32)), tmp_path, progress=False)
+    write_toy_videos(ToyClips(count=1, size=(4, 32, 32)), tmp_path)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["captions.jsonl", "toy-0-000000.mp4", "toy_clips.json"]
 
 

@@ -131,5 +131,5 @@ class Typist:
 
 def lay_out(folder: Path, *, clips: int = 8) -> None:
     """What the pages speak of: a folder VIDEOS of captioned clips, and a pipeline under its id."""
-    write_toy_videos(ToyClips(count=clips, size=(16, 64, 64)), folder / "VIDEOS", progress=False)
+    write_toy_videos(ToyClips(count=clips, size=(16, 64, 64)), folder / "VIDEOS")
     save_pipeline(folder / WAN)

@@ -88,7 +88,7 @@ def encoded(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], set[st
         (videos / name).write_bytes(content) if isinstance(content, bytes) else content(videos / name)
     for name in (*good, *files):
         (videos / name).with_suffix(".txt").write_text("a clip")
-    options = {"skip_bad": True, "decode_seconds": SECONDS, "decode_memory": 2, "progress": False}
+    options = {"skip_bad": True, "decode_seconds": SECONDS, "decode_memory": 2}
     with faulty_decoder(folder / "faults"):
         report = encode_folder(
             *(videos, folder / "shards"), codec=HaarCodec(), text_encoder=HashedNgramEncoder(), **options

@@ -42,6 +42,7 @@ from vsa.training import ending
 from vsa.training.callbacks.samples import Samples
 from vsa.training.display import never_fatal
 from vsa.training.modules.base import DiffusionModule
+from vsa.training.run_state import RunStatus
 from vsa.training.summary import closing_lines
 
 ROOT = Path(__file__).parents[2]
@@ -307,9 +308,10 @@ def test_an_assertion_is_a_defect_and_no_missing_picture():
 
 def test_the_summary_tells_only_what_there_is(tmp_path):
     common: dict[str, Any] = {"metrics": ("fake_score/loss", "val/gap")}
-    common |= {"start": 40, "step": 41, "max_steps": -1, "prompt": None, "page": None, "trained": 20}
+    common |= {"start": 40, "step": 41, "max_steps": -1, "page": None}
+    unsaved, saved = (RunStatus(trained_seconds=20, saved=path) for path in (None, Path("x")))
     (tmp_path / "metrics.csv").write_text("step,fake_score/loss,val/gap\n41,nan,\n")
-    lines = closing_lines(tmp_path, how="failed", seconds=3725, checkpoint=None, **common)
+    lines = closing_lines(tmp_path, unsaved, how="failed", seconds=3725, **common)
     assert lines == [
         "failed at step 41: 1 step in 20 s of training, 1 h 2 min in all",
         "  fake_score/loss  nan at step 41",
@@ -317,14 +319,14 @@ def test_the_summary_tells_only_what_there_is(tmp_path):
         f"  metrics          {tmp_path}/metrics.csv",
     ]
     (tmp_path / "metrics.csv").unlink()
-    lines = closing_lines(tmp_path, how="finished", seconds=59.6, checkpoint=Path("x"), **common)
+    lines = closing_lines(tmp_path, saved, how="finished", seconds=59.6, **common)
     assert lines == [
         "finished at step 41: 1 step in 20 s of training, 1 min 0 s in all",
         "  checkpoint  x",
         f"  next        vsa sample {tmp_path} --prompt TEXT",
     ]
     # a signal that came when all steps were done, perhaps before the last validation
-    (*_, row) = closing_lines(tmp_path, how="stopped", seconds=1, checkpoint=Path("x"), **{**common, "max_steps": 41})
+    (*_, row) = closing_lines(tmp_path, saved, how="stopped", seconds=1, **{**common, "max_steps": 41})
     assert row == "  next        the same command with ckpt_path=last goes on from there"
 
 

@@ -16,6 +16,7 @@ from tests.tiny_runs import TinyTraining
 from tests.training.ranks import run_ranks
 from tests.training.test_ranks import RANKS, ended
 from tests.training.test_resume import assert_same
+from vsa.data.parallel_dims import ParallelDims
 from vsa.errors import MemoryRanOut
 from vsa.models.recompute import LEVELS
 from vsa.training.estimate.gpus import GIB, GPUS
@@ -104,7 +105,9 @@ def needed(tmp_path_factory) -> dict[str, float]:
     class Look(L.Callback):
         def setup(self, trainer, pl_module, stage):
             data = trainer.datamodule
-            estimate = estimate_of(config, pl_module, data.buckets, data.text_encoder.max_tokens, H200, ranks=1)
+            estimate = estimate_of(
+                config, pl_module, data.buckets, data.text_encoder.max_tokens, H200, dims=ParallelDims()
+            )
             result.update({level: estimate.at(level).needed for level in LEVELS})
 
     with pytest.MonkeyPatch.context() as patch:

@@ -58,8 +58,5 @@ def latents(
     options, output = made_of(TeacherOptions, arguments), made_of(OutputOptions, arguments)
     check_target(out, overwrite=overwrite)
     texts = read_prompts(prompts)
-    lines = write_latents(
-        open_teacher(teacher, options), texts, out, output, clips_per_prompt=clips_per_prompt, seed=seed,
-        batch_size=batch_size,
-    )  # fmt: skip
-    print(*lines, sep="\n")
+    numbers = {"clips_per_prompt": clips_per_prompt, "seed": seed, "batch_size": batch_size}
+    print(*write_latents(open_teacher(teacher, options), texts, out, output, **numbers), sep="\n")

@@ -57,10 +57,8 @@ def tune_sparge(
     vsa compare-attention --captures Q.safetensors --method "sparge tuned=TUNED/tuned.json q_tokens=32 kv_tokens=16"
     """
     arguments = locals()
-    from vsa.attention.sparge.tune import Search
     from vsa.evaluation.sparge_tuning import TuneSettings, tune_sparge
 
-    lists = {name: numbers(f"--{name}", arguments[name], float) for name in ("taus", "thetas", "thresholds")}
-    arguments["search"] = made_of(Search, arguments | lists)
-    arguments["timesteps"] = numbers("--timesteps", timesteps, float)
+    for name in ("taus", "thetas", "thresholds", "timesteps"):
+        arguments[name] = numbers(f"--{name}", arguments[name], float)
     print(f"settings of every head: {tune_sparge(made_of(TuneSettings, arguments))}")

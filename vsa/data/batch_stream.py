@@ -17,7 +17,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from vsa.data.bad_samples import BadSample, BadSampleError, NoGoodSample
 from vsa.data.batch import TextPadding, VideoBatch, pad_text
-from vsa.data.plan import DataPlan, SampleRef, Shape, draw64, hash64, occurrences, rank_slice, sample_seed
+from vsa.data.plan import DataPlan, SampleRef, Shape, draw64, hash64, occurrences, sample_seed
 from vsa.data.sample_store import SampleStore
 
 # replacements of one bad sample: with half of the data bad, one in 10^9 samples finds none
@@ -39,10 +39,18 @@ class RankSlice:
     world: int = 1
 
     def slots(self, batch_size: int, micro: int) -> range:
-        """Slots of micro-batch `micro` on this rank; see `rank_slice`."""
-        return rank_slice(
-            batch_size=batch_size, micro=micro, accumulate=self.accumulate, rank=self.rank, world=self.world
-        )
+        """Slots of the global batch on this rank in micro-batch `micro`, 0 to `accumulate` - 1."""
+        if not (0 <= micro < self.accumulate and 0 <= self.rank < self.world):
+            raise ValueError(f"micro-batch {micro} of {self.accumulate}, rank {self.rank} of {self.world}")
+        parts = self.accumulate * self.world
+        if batch_size % parts:
+            raise ValueError(
+                f"batch_size {batch_size} must be a multiple of {self.world} ranks x {self.accumulate} accumulated "
+                "micro-batches"
+            )
+        width = batch_size // parts
+        first = (micro * self.world + self.rank) * width
+        return range(first, first + width)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,10 +14,9 @@ from vsa.data.bad_samples import BadSampleError, write_drop_list
 from vsa.data.clip_rules import PATCH
 from vsa.data.index import DatasetIndex, SampleEntry, deviation_or_one
 from vsa.data.shards import LatentReader
+from vsa.errors import first_of
 from vsa.settings import key_value
 
-# most problems that are printed one by one; the others are counted
-_LISTED = 20
 # relative to the standard deviation: stored statistics were summed in another order
 _TOLERANCE = 1e-3
 
@@ -47,10 +46,8 @@ def check_dataset(root: Path, drop_list: Path | None = None) -> None:
                 bad.setdefault(sample.id, cause)
     if not problems:
         problems += _wrong_statistics(reader.index, sums)
-    for line in problems[:_LISTED] if len(problems) > 1 else ():
-        print(line)
-    if len(problems) > _LISTED:
-        print(f"and {len(problems) - _LISTED} more")
+    if len(problems) > 1:
+        print(*first_of(problems), sep="\n")
     if bad:
         path = root / "drop.txt" if drop_list is None else drop_list
         write_drop_list(path, bad, found_by=f"vsa check-data {root}")

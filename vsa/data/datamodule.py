@@ -247,9 +247,8 @@ class PlanDataModule(LightningDataModule):
         trainer = self.trainer
         if trainer is None:
             return RankSlice()
-        dims = dims_of(trainer)
-        rank = dims.data_rank(trainer.global_rank)
-        return RankSlice(accumulate=trainer.accumulate_grad_batches, rank=rank, world=dims.data_size)
+        dims, micro_batches = dims_of(trainer), trainer.accumulate_grad_batches
+        return RankSlice(accumulate=micro_batches, rank=dims.data_rank(trainer.global_rank), world=dims.data_size)
 
     def _feeds_gpu(self) -> bool:
         trainer = self.trainer

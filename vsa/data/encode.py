@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -16,11 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.progress import track
 from torch import Tensor
 
 from vsa.data.captions import read_captions
-from vsa.data.clip_rules import PATCH, ClipRules, Decoder
+from vsa.data.clip_rules import PATCH, ClipRules
 from vsa.data.codecs import Codec, HaarCodec, WanVAE
 from vsa.data.decoder_process import DecoderProcess
 from vsa.data.media_folder import media_files
@@ -36,6 +35,7 @@ from vsa.data.resumable_writer import (
 )
 from vsa.data.shard_writer import ShardWriter
 from vsa.data.text import TextEncoder, describe_cut
+from vsa.progress import progress_bar
 
 # number of clips, spread over the data set, on which the codec's quality is measured
 _MEASURED_CLIPS = 8
@@ -64,7 +64,7 @@ class EncodeOptions:
 
     Args:
         clips: rules that cut a clip out of a video.
-        output: how the shards are written.
+        output: settings of the shards.
         captions: caption file; see `vsa.data.captions.read_captions`.
         image_condition: store the image condition of an image-to-video model with every clip; see
             `WanVAE.image_condition`.
@@ -97,7 +97,6 @@ def encode_folder(
     *,
     codec: Codec,
     text_encoder: TextEncoder,
-    progress: bool = True,
     tell: Callable[[str], None] = print,
 ) -> PartsReport:
     """Encode every video and image below a folder; images become one-frame latents.
@@ -109,10 +108,9 @@ def encode_folder(
     Args:
         videos: folder of videos and images, searched with its subfolders.
         out: folder of shards to write.
-        options: which clips, and how they are decoded and written.
+        options: rules of the clips, limits of the decoder, and settings of the shards.
         codec: encodes the pixels.
         text_encoder: encodes the captions.
-        progress: show a progress bar.
         tell: called with messages for the user, such as the codec's quality and sizes that do not fit models.
 
     Returns:
@@ -131,16 +129,15 @@ def encode_folder(
         encoding = _Encoding(folder, options, codec, text_encoder, decoder)
         share: dict[str, Any] = {"count": len(encoding.files), "settings": encoding.settings(), "output": output}
         pending = [i for _, span in pending_parts(out, **share) for i in span]
-        encoding.check(track(pending, description="looking at files", transient=True, disable=not progress))
+        with progress_bar("looking at files", len(pending), transient=True) as advance:
+            encoding.check(pending, advance)
         if output.rank == 0 and pending:
             for line in encoding.describe_ahead():
                 tell(line)
-        report = write_parts(out, encoding.write, **share, title="encoding videos", progress=progress)
+        report = write_parts(out, encoding.write, **share, title="encoding videos")
     if report.complete and report.samples == 0:
-        raise UnusableFiles(
-            report.skipped,
-            f"none of the {len(encoding.files)} videos in {folder} decodes; first: {report.skipped[0][1]}",
-        )
+        whole = f"none of the {len(encoding.files)} videos in {folder} decodes"
+        raise UnusableFiles(report.skipped, f"{whole}; first: {report.skipped[0][1]}")
     if output.world_size == 1:
         join_parts(out)
         for line in _describe_notes(report.notes):
@@ -188,16 +185,14 @@ class _Encoding:
             "videos": f"{len(self.files)} files ({digest})",
             "codec": f"{self._codec.id} ({self._codec.hash})",
             "text_encoder": f"{self._text_encoder.id} ({self._text_encoder.hash})",
-            "size": rules.size,
-            "frames": rules.frames,
-            "fps": rules.fps,
+            **vars(rules),
             "buckets": [str(bucket) for bucket in rules.buckets],
             "image_condition": self._options.image_condition,
             "dtype": self._options.output.dtype,
         }
 
-    def check(self, numbers: Iterable[int]) -> None:
-        """Look at the headers of files; UnusableFiles if no file is usable, or any is not and none may be skipped."""
+    def check(self, numbers: Iterable[int], advance: Callable[[int], None]) -> None:
+        """Look at the headers of files by number; UnusableFiles if none is usable, or one is not and is not skipped."""
         for i in numbers:
             try:
                 # records and pages are in UTF-8
@@ -206,12 +201,11 @@ class _Encoding:
                 self._options.clips.probe(self.files[i], self._codec, self._decoder)
             except ValueError as error:
                 self._bad.setdefault(i, str(error))
+            advance(1)
         problems = [*self.captions.unusable, *((self._names[i], self._bad[i]) for i in sorted(self._bad))]
         if len(self._bad) == len(self.files):
-            reason = problems[0][1]
-            raise UnusableFiles(
-                problems, f"none of the {len(self.files)} videos in {self._folder} can be encoded; first: {reason}"
-            )
+            whole = f"none of the {len(self.files)} videos in {self._folder} can be encoded"
+            raise UnusableFiles(problems, f"{whole}; first: {problems[0][1]}")
         if problems and not self._options.skip_bad:
             raise _unusable(problems, self._folder)
 
@@ -221,15 +215,27 @@ class _Encoding:
         if unread := self.media.describe_unread():
             yield f"neither videos nor images, not read: {unread}"
         if joined := self.captions.joined:
-            yield (
-                f"lines joined to one caption: {len(joined)} text files, first {joined[0].name}; "
-                "a blank line begins another caption"
-            )
+            first = f"{len(joined)} text files, first {joined[0].name}"
+            yield f"lines joined to one caption: {first}; a blank line begins another caption"
         if cut := describe_cut(self._text_encoder, chain(*(self.captions.of[self.files[i]] for i in good))):
             yield cut
-        sample = sorted({good[k * len(good) // _MEASURED_CLIPS] for k in range(_MEASURED_CLIPS)})
-        clips = {self._names[i]: self.files[i] for i in sample}
-        yield from _describe_codec(clips, self._options.clips, self._codec, self._decoder)
+        codec, (_, sh, sw) = self._codec, self._codec.stride
+        for h, w in self._options.clips.untrainable(codec):
+            yield (
+                f"clips of {h}x{w} give latents of {h // sh}x{w // sw}, which do not divide into the {PATCH}x{PATCH} "
+                f"patches of models: choose multiples of {PATCH * sh}x{PATCH * sw} with --size or --buckets"
+            )
+
+        def measured() -> Iterator[tuple[str, Tensor]]:
+            for i in sorted({good[k * len(good) // _MEASURED_CLIPS] for k in range(_MEASURED_CLIPS)}):
+                # a file that does not decode is reported when it is encoded
+                with suppress(ValueError):
+                    yield self._names[i], self._options.clips.cut(self.files[i], codec, self._decoder)[0]
+
+        # a trained codec reconstructs well, and may need more memory for decoding than for encoding
+        if isinstance(codec, HaarCodec):
+            with _memory_errors("the clips"):
+                yield from describe_reconstruction(measured(), codec.channels)
 
     def write(self, part: Path, span: range, advance: Callable[[], None]) -> PartContent:
         """Encode the files of a range to a part of the data set."""
@@ -303,28 +309,6 @@ def _memory_errors(what: str) -> Iterator[None]:
         if not isinstance(error, MemoryError | torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
             raise
         raise OutOfMemory(f"not enough memory to encode {what}: choose a smaller size or fewer frames") from error
-
-
-def _describe_codec(clips: Mapping[str, Path], rules: ClipRules, codec: Codec, decoder: Decoder) -> list[str]:
-    """Messages about sizes that do not fit models, and about the quality of the codec."""
-    _, sh, sw = codec.stride
-    lines = [
-        f"clips of {h}x{w} give latents of {h // sh}x{w // sw}, which do not divide into the {PATCH}x{PATCH} patches "
-        f"of models: choose multiples of {PATCH * sh}x{PATCH * sw} with --size or --buckets"
-        for h, w in rules.untrainable(codec)
-    ]
-
-    def measured() -> Iterator[tuple[str, Tensor]]:
-        for name, path in clips.items():
-            # a file that does not decode is reported when it is encoded
-            with suppress(ValueError):
-                yield name, rules.cut(path, codec, decoder)[0]
-
-    # a trained codec reconstructs well, and may need more memory for decoding than for encoding
-    if isinstance(codec, HaarCodec):
-        with _memory_errors("the clips"):
-            lines += describe_reconstruction(measured(), codec.channels)
-    return lines
 
 
 def _notes(rules: ClipRules, codec: Codec, info: dict[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -10,10 +10,7 @@ from pathlib import Path
 from vsa.data.encode import EncodeOptions, UnusableFiles, encode_folder
 from vsa.data.encoders import EncoderChoice
 from vsa.data.shards import LatentReader
-from vsa.errors import usable_device
-
-# most problems that are printed one by one; the others are counted
-_LISTED = 20
+from vsa.errors import first_of, usable_device
 
 
 def encode_and_tell(videos: Path, out: Path, encoders: EncoderChoice, options: EncodeOptions) -> None:
@@ -23,7 +20,7 @@ def encode_and_tell(videos: Path, out: Path, encoders: EncoderChoice, options: E
         videos: folder of videos and images.
         out: folder of shards.
         encoders: choice of codec and text encoder.
-        options: which clips, how they are decoded and written, and the device of the encoders.
+        options: options of `encode_folder`; the device is also that of the text encoder.
     """
     shared = options.output.world_size > 1
     options = replace(options, device=usable_device(options.device, rank=options.output.rank))
@@ -32,10 +29,8 @@ def encode_and_tell(videos: Path, out: Path, encoders: EncoderChoice, options: E
         report = encode_folder(videos, out, options, codec=codec, text_encoder=text_encoder)
     except UnusableFiles as error:
         # the error message itself names a single problem
-        for name, reason in error.problems[:_LISTED] if len(error.problems) > 1 else ():
-            print(f"{name}: {reason}", file=sys.stderr)
-        if len(error.problems) > _LISTED:
-            print(f"and {len(error.problems) - _LISTED} more", file=sys.stderr)
+        if len(error.problems) > 1:
+            print(*first_of([f"{name}: {reason}" for name, reason in error.problems]), sep="\n", file=sys.stderr)
         raise
     for name, reason in report.skipped:
         print(f"left out {name}: {reason}")

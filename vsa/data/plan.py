@@ -182,27 +182,6 @@ class DataPlan:
         return count + int((self._order(periods)[:rest] == stream).sum()) if rest else count
 
 
-def rank_slice(*, batch_size: int, micro: int, accumulate: int, rank: int, world: int) -> range:
-    """Slots of the global batch of one rank in one micro-batch.
-
-    Args:
-        batch_size: samples of the global batch.
-        micro: number of the micro-batch, 0 to accumulate - 1.
-        accumulate: micro-batches of an optimizer step.
-        rank: data-parallel rank.
-        world: number of data-parallel ranks.
-    """
-    if accumulate < 1 or world < 1 or batch_size % (accumulate * world):
-        raise ValueError(
-            f"batch_size {batch_size} must be a multiple of {world} ranks x {accumulate} accumulated micro-batches"
-        )
-    if not (0 <= micro < accumulate and 0 <= rank < world):
-        raise ValueError(f"micro-batch {micro} of {accumulate}, rank {rank} of {world}")
-    width = batch_size // (accumulate * world)
-    first = (micro * world + rank) * width
-    return range(first, first + width)
-
-
 def is_validation(sample_id: str, fraction: float) -> bool:
     """Whether a sample belongs to the validation split, which depends on the hash of its id only."""
     return hash64("validation", sample_id) < fraction * 2.0**64

@@ -139,8 +139,7 @@ def write_parts(
     count: int,
     settings: Mapping[str, Any],
     output: OutputOptions,
-    title: str = "writing",
-    progress: bool = True,
+    title: str,
 ) -> PartsReport:
     """Write the parts of this process that are not finished; `join_parts` joins them to a data set.
 
@@ -151,7 +150,6 @@ def write_parts(
         settings: all settings that determine the samples, as JSON values; parts with other settings are an error.
         output: size of the parts, and the share of this process.
         title: title of the progress bar.
-        progress: show the progress bar.
 
     Returns:
         Content of all finished parts, those of other processes included.
@@ -163,7 +161,7 @@ def write_parts(
     pending = pending_parts(root, count=count, settings=settings, output=output)
     mine = parts[output.rank :: output.world_size]
     total, remaining = (sum(len(span) for _, span in group) for group in (mine, pending))
-    with progress_bar(title, total, done=total - remaining, disable=not progress) as advance:
+    with progress_bar(title, total, done=total - remaining) as advance:
         for folder, span in pending:
             _write_part(folder, span, write, settings, partial(advance, 1))
     records = [read_json(folder / _DONE, kind=_RECORD) for folder, _ in parts if (folder / _DONE).is_file()]

@@ -20,7 +20,7 @@ def prepare_toy_shards(toy: ToyClips, videos: Path, root: Path, codec: Codec, te
     """Render and encode toy clips if they are missing.
 
     Args:
-        toy: which clips.
+        toy: number, size and seed of the clips.
         videos: folder of the mp4 files.
         root: folder of shards.
         codec: encodes the pixels.

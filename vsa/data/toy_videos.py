@@ -16,13 +16,13 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from rich.progress import track
 from torch import Tensor
 
 from vsa.data.toy_shapes import measure_shape
 from vsa.data.video_files import write_video
 from vsa.errors import refuse_unwritable
 from vsa.files import read_json, write_whole
+from vsa.progress import progress_bar
 from vsa.settings import AtLeastOne, Seed, checked
 
 COLOURS: dict[str, tuple[int, int, int]] = {
@@ -116,13 +116,12 @@ def render_clip(
     return torch.from_numpy(np.rint(np.clip(video, 0, 255)).astype(np.uint8)), caption_of(attributes), attributes
 
 
-def write_toy_videos(clips: ToyClips, folder: str | Path, *, progress: bool = True) -> None:
+def write_toy_videos(clips: ToyClips, folder: str | Path) -> None:
     """Render toy clips as mp4 files with a `captions.jsonl`, which is written last.
 
     Args:
-        clips: which clips.
+        clips: number, size and seed of the clips.
         folder: output folder: empty, or with the toy clips of an earlier call, which are replaced.
-        progress: show a progress bar.
     """
     folder = Path(folder)
     refuse_unwritable(folder)
@@ -130,9 +129,11 @@ def write_toy_videos(clips: ToyClips, folder: str | Path, *, progress: bool = Tr
         old.unlink()
     # written before the first clip: it marks files of an interrupted call as replaceable
     write_whole(folder / _MANIFEST, json.dumps({"toy_clips": asdict(clips)}) + "\n")
-    for i in track(range(clips.count), description="rendering toy videos", disable=not progress):
-        video, _, _ = render_clip(clips.seed, i, size=clips.size)
-        write_video(folder / _clip_name(clips, i), video, fps=clips.fps)
+    with progress_bar("rendering toy videos", clips.count) as advance:
+        for i in range(clips.count):
+            video, _, _ = render_clip(clips.seed, i, size=clips.size)
+            write_video(folder / _clip_name(clips, i), video, fps=clips.fps)
+            advance(1)
     write_whole(folder / _CAPTIONS, _caption_lines(clips))
 
 

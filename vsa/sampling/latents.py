@@ -242,7 +242,7 @@ def write_latents(
         teacher: teacher to sample.
         prompts: N captions.
         out: folder of shards.
-        output: how the shards are written.
+        output: settings of the shards.
         clips_per_prompt: samples per prompt.
         seed: seed of the noise.
         batch_size: clips sampled together.

@@ -11,6 +11,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from vsa.config import did_you_mean, resolved, target_class
+from vsa.errors import first_of
 from vsa.places import OWN_FOLDER
 from vsa.settings import arguments_of
 
@@ -169,8 +170,7 @@ def refuse_changes(changes: Sequence[Change], allow: Sequence[str], checkpoint: 
 
 def listed(changes: Sequence[Change]) -> str:
     """The first changes as `key old -> new, ...`."""
-    more = [f"and {len(changes) - _SHOWN} more"] if len(changes) > _SHOWN else []
-    return ", ".join([*map(str, changes[:_SHOWN]), *more])
+    return ", ".join(first_of([str(change) for change in changes], _SHOWN))
 
 
 def _differences(before: Any, now: Any, key: str) -> Iterator[tuple[str, Any, Any]]:

@@ -107,15 +107,13 @@ def fit(trainer: L.Trainer, module: DiffusionModule, datamodule: Any, run_dir: P
         with never_fatal("the summary of the run"):
             lines = closing_lines(
                 run_dir,
+                module.status,
                 how=how,
                 start=start,
                 step=step,
                 max_steps=trainer.max_steps,
-                trained=module.status.trained_seconds,
                 seconds=time.monotonic() - began,
-                checkpoint=module.status.saved,
                 metrics=module.headline,
-                prompt=module.status.prompt,
                 page=page,
             )
             rank_zero_info("\n".join(lines))

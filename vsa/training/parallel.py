@@ -241,8 +241,8 @@ class ShardedDataParallel(MeshStrategy):
     Args:
         replicate: number of copies of the model. The ranks are divided into as many groups, each with one sharded copy:
             1 shards over all ranks (FSDP), "all" puts the whole model on every rank (DDP), other numbers are HSDP.
-        reduce_each: with gradient accumulation, reduce gradients after every micro-batch instead of once per step: more
-            communication, but gradients need the memory of a shard and not of the whole model.
+        reduce_each: reduction of gradients after every micro-batch instead of once per step: more communication, but
+            gradients need the memory of a shard and not of the whole model.
         timeout: seconds without a heartbeat of a rank, or without progress of all ranks, after which the others end.
         first_timeout: the same until the first step is done, which includes compilation and the start of workers; also
             the time limit for the ranks to connect.
@@ -306,10 +306,6 @@ class ShardedDataParallel(MeshStrategy):
         mesh = init_device_mesh(self.root_device.type, shape, mesh_dim_names=("dp_replicate", "dp_shard"))
         # with a mesh of one axis there is no second reduction
         return mesh["dp_shard"] if self.dims.replicate == 1 else mesh
-
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        return {"num_replicas": self.dims.data_size, "rank": self.dims.data_rank(self.global_rank)}
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:

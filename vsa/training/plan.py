@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from vsa.config import build, build_task, check_settings, check_targets, resolved
+from vsa.data.parallel_dims import ParallelDims
 from vsa.training.estimate.gpus import GIB, GPUS, MEASURED_BY, Gpu, how_to_measure, known_gpu
 from vsa.training.estimate.run import estimate_of, full_lines, with_dense_attention
 from vsa.training.model_sizes import fill_model
@@ -36,7 +37,8 @@ def plan(cfg: Any, *, gpu: str, gib: float | None, grid: Grid | None) -> None:
     module = build_task(cfg)
     shapes = _shapes(cfg, module, grid)
     text = resolved(cfg.data.text_encoder)["max_tokens"]
-    estimate = estimate_of(cfg, module, shapes, text, kind, ranks=_ranks(cfg.trainer))
+    dims = ParallelDims.of_settings(cfg.trainer.strategy, _ranks(cfg.trainer))
+    estimate = estimate_of(cfg, module, shapes, text, kind, dims=dims)
     print("\n".join(full_lines(str(cfg.name), estimate, with_dense_attention(module))))
     if (refusal := estimate.refusal()) is not None:
         raise ValueError(refusal)

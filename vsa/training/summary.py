@@ -7,44 +7,41 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from vsa.evaluation.figures import logged_metrics
+from vsa.training.run_state import RunStatus
 
 
 def closing_lines(
     run_dir: Path,
+    status: RunStatus,
     *,
     how: str,
     start: int,
     step: int,
     max_steps: int,
-    trained: float,
     seconds: float,
-    checkpoint: Path | None,
     metrics: Sequence[str],
-    prompt: str | None,
     page: Path | None,
 ) -> list[str]:
     """The closing summary of a run, from its logs and files.
 
     Args:
         run_dir: the run folder.
+        status: state of the run, with its training time, last checkpoint and prompt.
         how: first word: finished, stopped or failed.
         start: optimizer step at which this process started.
         step: optimizer step reached.
         max_steps: number of steps of the whole run; negative: unlimited.
-        trained: duration of the training steps of this process.
         seconds: duration of this process, with preparation, validation, saving and clips.
-        checkpoint: checkpoint to resume or to sample from; None without one.
         metrics: columns of `metrics.csv` whose first and last values are reported, if present.
-        prompt: caption that the run samples.
         page: report page of the run; None: it could not be written.
     """
     of = f" of {max_steps}" if max_steps >= 0 else ""
-    spent = f"{_count(step - start)} in {_duration(trained)} of training, {_duration(seconds)} in all"
+    spent = f"{_count(step - start)} in {_duration(status.trained_seconds)} of training, {_duration(seconds)} in all"
     lines = [("", f"{how} at step {step}{of}: {spent}")]
     for name, (steps, values) in logged_metrics(run_dir / "metrics.csv", metrics).items():
         first, last = (f"{values[i]:.4g} at step {steps[i]}" for i in (0, -1))
         lines.append((name, first if len(steps) == 1 else f"{first}, {last}"))
-    lines.append(("checkpoint", "none was written" if checkpoint is None else str(checkpoint)))
+    lines.append(("checkpoint", str(status.saved or "none was written")))
     samples = sorted((run_dir / "samples").glob("step-*"))
     for name, paths in (
         ("metrics", [path for path in [run_dir / "metrics.csv"] if path.exists()]),
@@ -54,10 +51,10 @@ def closing_lines(
     ):
         if paths:
             lines.append((name, ", ".join(map(str, paths))))
-    if checkpoint is not None and how == "finished":
-        text = "TEXT" if prompt is None else shlex.quote(prompt)
+    if status.saved is not None and how == "finished":
+        text = "TEXT" if status.prompt is None else shlex.quote(status.prompt)
         lines.append(("next", f"vsa sample {shlex.quote(str(run_dir))} --prompt {text}"))
-    elif checkpoint is not None:
+    elif status.saved is not None:
         lines.append(("next", "the same command with ckpt_path=last goes on from there"))
     width = max(len(label) for label, _ in lines)
     return [f"  {label:{width}}  {text}" if label else text for label, text in lines]

@@ -106,11 +106,8 @@ def _dry_run(cfg: DictConfig) -> None:
         rank_zero_info("the run can start; no estimate for a CPU: vsa plan --gpu KIND makes one")
         return
     module = build_task(cfg)
-    ranks = _processes(cfg.trainer)
-    if cfg.trainer.devices in ("auto", -1):
-        here = TorchElasticEnvironment.detect()
-        ranks = int(os.environ["WORLD_SIZE"]) if here else torch.cuda.device_count() * cfg.trainer.get("num_nodes", 1)
-    estimate = estimate_of(cfg, module, datamodule.buckets, datamodule.text_encoder.max_tokens, gpu, ranks=ranks)
+    text = datamodule.text_encoder.max_tokens
+    estimate = estimate_of(cfg, module, datamodule.buckets, text, gpu, dims=_dims(cfg.trainer))
     if rank_zero_only.rank == 0:
         print("\n".join(full_lines(str(cfg.name), estimate, with_dense_attention(module))))
     if (refusal := estimate.refusal()) is not None:
@@ -167,9 +164,7 @@ def _task(
         if not is_set_up and getattr(datamodule, "toy", datamodule) is not None:
             return
         datamodule.setup("fit")
-        ranks = int(os.environ["WORLD_SIZE"]) if TorchElasticEnvironment.detect() else _processes(cfg.trainer)
-        dims = ParallelDims.of_settings(cfg.trainer.strategy, ranks)
-        size = JobSize(cfg.trainer.accumulate_grad_batches, dims, cfg.trainer.max_steps)
+        size = JobSize(cfg.trainer.accumulate_grad_batches, _dims(cfg.trainer), cfg.trainer.max_steps)
         with without_memory():
             module.check_start(model_factory(cfg)(), datamodule, size)
 
@@ -399,6 +394,12 @@ def _processes(trainer: Mapping[str, Any]) -> int:
         # an invalid value, which the trainer will report
         local = len(CUDAAccelerator.parse_devices(devices) or (0,))
     return local * trainer.get("num_nodes", 1)
+
+
+def _dims(trainer: Any) -> ParallelDims:
+    """The parallel dimensions that the run will have."""
+    ranks = int(os.environ["WORLD_SIZE"]) if TorchElasticEnvironment.detect() else _processes(trainer)
+    return ParallelDims.of_settings(trainer["strategy"], ranks)
 
 
 def _may_be_several(trainer: Mapping[str, Any]) -> bool:

@@ -57,8 +57,8 @@ class PrintEstimate(L.Callback):
         memory = torch.tensor(gpu.memory, dtype=torch.float64, device=trainer.strategy.root_device)
         gpu = replace(gpu, memory=float(trainer.strategy.reduce(memory, reduce_op="min")))
         with never_fatal("the estimate of memory and time"):
-            shapes, text, ranks = datamodule.buckets, datamodule.text_encoder.max_tokens, trainer.world_size
-            estimate = estimate_of(self._cfg, pl_module, shapes, text, gpu, ranks=ranks)
+            text = datamodule.text_encoder.max_tokens
+            estimate = estimate_of(self._cfg, pl_module, datamodule.buckets, text, gpu, dims=pl_module.dims)
             pl_module.parallel = pl_module.parallel.at(estimate.largest.level)
             for line in short_lines(estimate.at(pl_module.parallel.level)):
                 rank_zero_info(line)

@@ -26,12 +26,11 @@ Shape = tuple[int, ...]
 
 
 def _jobs_of(
-    cfg: Any, module: Any, shapes: Mapping[Shape, int], text: int, *, ranks: int, chip: tuple[int, int] | None
+    cfg: Any, module: Any, shapes: Mapping[Shape, int], text: int, *, dims: ParallelDims, chip: tuple[int, int] | None
 ) -> Callable[[int], list[Any]]:
     """Function of an optimizer step that gives fraction and `Job` of each latent shape."""
     micro_batches, batch_size = cfg.trainer.accumulate_grad_batches, cfg.data.batch_size
     strategy = cfg.trainer.strategy
-    dims = ParallelDims.of_settings(strategy, ranks)
     targets = [str(node.get("_target_")) for node in cfg.callbacks.values() if node is not None]
     networks = module.planned_networks()
     first = networks[0].model
@@ -42,7 +41,7 @@ def _jobs_of(
         "micro_batches": micro_batches,
         "dims": dims,
         # as in `choose_strategy`
-        "sharded": ranks > 1 or strategy != "auto",
+        "sharded": dims.ranks > 1 or strategy != "auto",
         "reduce_each": not isinstance(strategy, str) and bool(strategy.get("reduce_each")),
         "averaged": any(target.endswith(".EMA") for target in targets),
         "level": "none" if _is_automatic(cfg) else cfg.task.parallel.activation_checkpointing,
@@ -291,7 +290,9 @@ def _steps_of(cfg: Any, jobs: Callable[[int], Sequence[tuple[float, Job]]]) -> i
     return max(1, math.floor(cfg[budget] / each))
 
 
-def estimate_of(cfg: Any, module: Any, shapes: Mapping[Shape, int], text: int, gpu: Gpu, *, ranks: int) -> Estimate:
+def estimate_of(
+    cfg: Any, module: Any, shapes: Mapping[Shape, int], text: int, gpu: Gpu, *, dims: ParallelDims
+) -> Estimate:
     """The estimate of a run, under `auto` at the least recomputation that leaves the margin, or else at full.
 
     Args:
@@ -300,8 +301,8 @@ def estimate_of(cfg: Any, module: Any, shapes: Mapping[Shape, int], text: int, g
         shapes: number of samples by latent shape `[C, T, H, W]`.
         text: tokens of a caption.
         gpu: kind of GPU.
-        ranks: number of GPUs.
+        dims: parallel dimensions of the GPUs.
     """
-    jobs = _jobs_of(cfg, module, shapes, text, ranks=ranks, chip=gpu.chip)
+    jobs = _jobs_of(cfg, module, shapes, text, dims=dims, chip=gpu.chip)
     estimate = Estimate(gpu=gpu, jobs=jobs, steps=_steps_of(cfg, jobs), automatic=_is_automatic(cfg))
     return estimate.at(estimate.least_level(gpu.memory * (1 - MARGIN)) or "full") if estimate.automatic else estimate

@@ -82,7 +82,7 @@ class DiffusionModule(L.LightningModule):
         optim: recipe of the optimizer.
         sparsity: top-k by optimizer step.
         parallel: activation checkpointing and compile.
-        start: how the run begins.
+        start: start of the run: its weights, or the checkpoint that it resumes.
         latent_scale: divide latents by the standard deviation of each channel, or all channels by the root mean square
             of these, which keeps faint detail bands of a wavelet codec faint.
         grad_clip: largest global gradient norm; 0 disables clipping.
