@@ -21,7 +21,7 @@ import vsa.checkpoints.run_checkpoint as checkpointing
 import vsa.training.train as run_module
 from tests.states import rewrite_state, state_of, write_older_state
 from tests.tiny_runs import TinyTraining
-from vsa.training.run_state import LEVEL
+from vsa.training.run_state import BACKEND, LEVEL
 
 ROOT = Path(__file__).parents[2]
 
@@ -119,7 +119,7 @@ def test_the_format_of_checkpoints_stays_and_those_of_older_versions_resume(trai
     path = training.last("half").path
     state = state_of(path)
     # of this one, nothing may be missing but what the first ones of its schema lacked (test_recomputation.py)
-    for key in sorted(set(state) - {"schema", LEVEL}):
+    for key in sorted(set(state) - {"schema", LEVEL, BACKEND}):
         rewrite_state(path, key)
         with pytest.raises(ValueError, match=key if key != "config" else "is a checkpoint of None"):
             training("run=half", f"ckpt_path={path}")
@@ -127,7 +127,7 @@ def test_the_format_of_checkpoints_stays_and_those_of_older_versions_resume(trai
     counters = {"step", "skipped_steps", "skipped_in_row", "flops_total"}
     data = {"plan_hash", "codec", "text_encoder", "latent_shapes", "latent_mean", "latent_std"}
     older = {"schema", "files", "seed", "config", *counters, *data}
-    newer = {"sparsity_state", "loss_window", "bad_samples", "without_gradient", "allowed_changes", LEVEL}
+    newer = {"sparsity_state", "loss_window", "bad_samples", "without_gradient", "allowed_changes", LEVEL, BACKEND}
     assert set(state) == older | newer
     assert set(state["loss_window"]) == {"names", "steps", "deciles"}
     assert set(state["files"]) == {"model.safetensors", "ema.safetensors", "optimizer.safetensors"}
