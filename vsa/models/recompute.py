@@ -18,14 +18,13 @@ from functools import partial
 from typing import Any, Literal, TypeVar
 
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from vsa_kernels.operators import operator_of
 
 Result = TypeVar("Result")
 Level = Literal["none", "attention", "attention_mlp", "full"]
 
 LEVELS: tuple[Level, ...] = ("none", "attention", "attention_mlp", "full")
 """Ordered by increasing recomputation."""
-
-_BY_ELEMENT = tuple(f"vsa_kernels.{name}_" for name in ("norm_rope", "bias_gelu", "residual_norm", "gated_residual"))
 
 
 def checkpointed(function: Callable[..., Result], *args: Any) -> Result:
@@ -41,7 +40,8 @@ def checkpointed_except_attention(function: Callable[..., Result], *args: Any) -
 
 def _keep_attention(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     name = str(op)
-    # of our operators, those that compute by element cost less than the memory of their results
-    ours = name.startswith("vsa_kernels.") and not name.startswith(_BY_ELEMENT)
-    attends = ours or "scaled_dot_product" in name or "flash_attention" in name
+    if name.startswith("vsa_kernels."):
+        attends = not operator_of(name.split(".")[1]).elementwise
+    else:
+        attends = "scaled_dot_product" in name or "flash_attention" in name
     return CheckpointPolicy.MUST_SAVE if attends else CheckpointPolicy.PREFER_RECOMPUTE

@@ -13,6 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from vsa_kernels.operators import elementwise_ops
+
 OPERATOR, ATTENTION, LINEAR = "sparse attention operator", "other attention", "linear layers"
 ELEMENTWISE, COPIES = "elementwise and norms", "copies and casts"
 NORMS, OPTIMIZER, AVERAGE = "gradient norms", "optimizer", "averaged weights"
@@ -47,7 +49,7 @@ _MOVES = re.compile(
     "select_backward|select|slice_backward|slice|split_with_sizes|split|unbind|cat|stack|detach)(?=_|$)"
 )
 _ON_GPU, _LAUNCHES = {"kernel", "gpu_memcpy", "gpu_memset"}, {"cuda_runtime", "cuda_driver"}
-_ELEMENTWISE = tuple(f"vsa_kernels::{name}_" for name in ("norm_rope", "bias_gelu", "residual_norm", "gated_residual"))
+_OURS = "vsa_kernels::"
 _BYTES = {
     "float": 4, "double": 8, "c10::BFloat16": 2, "c10::Half": 2, "int": 4, "long int": 8, "bool": 1, "unsigned char": 1,
 }  # fmt: skip
@@ -133,7 +135,7 @@ def step_times(trace: Sequence[Mapping[str, Any]], window: str, steps: int) -> S
         if kind in flops:
             flops[kind] += _product_flops(call) if kind == LINEAR else _attention_flops(call)
         # norm and rotation allocate their results by operators that move nothing
-        elif kind in bytes_by_kind and (not call.calls_operators or call.name.startswith(_ELEMENTWISE)):
+        elif kind in bytes_by_kind and (not call.calls_operators or call.name.startswith(_OURS)):
             bytes_by_kind[kind] += _bytes(call)
     return StepTimes(
         milliseconds={kind: us / 1e3 / steps for kind, us in spent.items()},
@@ -184,7 +186,8 @@ def _kind(name: str, call: _Call | None) -> str:
     names = [] if call is None else list(call.names())
     if "nccl" in name.lower():
         return COMMUNICATION
-    if any(n.startswith("vsa_kernels::") and not n.startswith(_ELEMENTWISE) for n in names):
+    elementwise = tuple(_OURS + op for op in elementwise_ops())
+    if any(n.startswith(_OURS) and not n.startswith(elementwise) for n in names):
         return OPERATOR
     if any(part in n for n in names for part in _ATTENTION):
         return ATTENTION

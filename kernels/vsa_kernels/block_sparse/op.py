@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
 from vsa_kernels.block_index import packed
 from vsa_kernels.block_sparse import cudnn, dispatch, gather, reference
 from vsa_kernels.block_sparse.mask import BlockMask, lse_dtype
 from vsa_kernels.modes import without_autocast
+from vsa_kernels.operators import Operator, declare
 from vsa_kernels.registration import define_op, register_autograd
 
 # backends in plain tensor code; torch.autocast has to be off inside them
@@ -116,13 +116,15 @@ def _matmul_flops(q_shape: Any, k_shape: Any, mask: tuple[Any, ...]) -> int:
     return 2 * B * H * L * D * list_length * k_shape[1] // (mask[10][0] - 1)
 
 
-@register_flop_formula(torch.ops.vsa_kernels.block_sparse_fwd)
 def _fwd_flops(q_shape: Any, k_shape: Any, v_shape: Any, *mask: Any, out_shape: Any = None, **_: Any) -> int:
     return 2 * _matmul_flops(q_shape, k_shape, mask)
 
 
-@register_flop_formula(torch.ops.vsa_kernels.block_sparse_bwd)
 def _bwd_flops(
     dout: Any, dlse: Any, out: Any, lse: Any, q: Any, k: Any, v: Any, *mask: Any, out_shape: Any = None, **_: Any
 ) -> int:
     return 5 * _matmul_flops(q, k, mask)
+
+
+_OPS = {"block_sparse_fwd": _fwd_flops, "block_sparse_bwd": _bwd_flops}
+declare(Operator(name="block_sparse_attn", module=__name__, ops=_OPS))

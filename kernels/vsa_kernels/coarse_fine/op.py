@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
 from vsa_kernels.block_index import Blocks
+from vsa_kernels.operators import Operator, declare
 from vsa_kernels.registration import define_op, register_autograd
 
 _CALL = (
@@ -169,11 +169,19 @@ def _matmul_flops(call: Call) -> int:
     return 2 * B * H * D * (num_q * num_kv + L * call.topk * S // num_kv)  # type: ignore[operator]
 
 
-@register_flop_formula(torch.ops.vsa_kernels.coarse_fine_fwd)
 def _fwd_flops(*shapes: Any, **_: Any) -> int:
     return 2 * _matmul_flops(Call(*shapes))
 
 
-@register_flop_formula(torch.ops.vsa_kernels.coarse_fine_bwd)
 def _bwd_flops(*shapes: Any, **_: Any) -> int:
     return 5 * _matmul_flops(_backward_arguments(shapes)[2])
+
+
+def _result_bytes(tokens: int, heads: int, head_dim: int, num_blocks: int, capacity: int) -> int:
+    q = torch.empty(1, tokens, heads, head_dim, dtype=torch.bfloat16, device="meta")
+    blocks = torch.empty(num_blocks + 1, dtype=torch.int32, device="meta"), 1, 1
+    return sum(x.nbytes for x in _outputs_like(q, q, q, q, None, *blocks, *blocks, capacity, capacity, 1.0))
+
+
+_OPS = {"coarse_fine_fwd": _fwd_flops, "coarse_fine_bwd": _bwd_flops}
+declare(Operator(name="coarse_fine_attn", module=__name__, ops=_OPS, result_bytes=_result_bytes))

@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
 from vsa_kernels.block_index import Blocks
 from vsa_kernels.block_sparse.mask import lse_dtype
 from vsa_kernels.gathered import reference
 from vsa_kernels.gathered.groups import TileGroups
 from vsa_kernels.modes import without_autocast
+from vsa_kernels.operators import Operator, declare
 
 
 @torch.library.custom_op(
@@ -46,7 +46,6 @@ def _outputs_like(q: Tensor, *_args: Any) -> tuple[Tensor, Tensor]:
 gathered_fwd.register_fake(_outputs_like)
 
 
-@register_flop_formula(torch.ops.vsa_kernels.gathered_fwd)
 def _fwd_flops(q_shape: Any, k_shape: Any, v_shape: Any, *rest: Any, out_shape: Any = None, **_: Any) -> int:
     # two matmuls over the capacity of the lists: the host does not know their lengths
     B, L, H, D = q_shape
@@ -71,3 +70,6 @@ def _members_like(mask: Tensor, size: int, *_args: Any) -> Tensor:
 
 
 group_tiles_op.register_fake(_members_like)
+
+declare(Operator(name="gathered_attn", module=__name__, ops={"gathered_fwd": _fwd_flops}))
+declare(Operator(name="group_tiles", module=__name__, ops={"group_tiles": None}))

@@ -1,7 +1,4 @@
-"""Registered ops of bias and GELU on the `triton` backend; `reference` is torch's own operations.
-
-They contain no matmul, so they register no FLOP formula.
-"""
+"""Registered ops of bias and GELU on the `triton` backend; `reference` is torch's own operations."""
 
 from __future__ import annotations
 
@@ -9,6 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from vsa_kernels.operators import Operator, declare
 
 
 @torch.library.custom_op("vsa_kernels::bias_gelu_fwd", mutates_args=())
@@ -54,3 +53,8 @@ def _backward(ctx: Any, dout: Tensor) -> tuple[Tensor, Tensor]:
 
 
 bias_gelu_fwd.register_autograd(_backward, setup_context=_setup_context)
+
+# of the hidden layer
+_SIZES = {"pretrain_120m": (8, 16384, 24, 128), "wan1.3b": (1, 23296, 70, 128)}
+_OPS = {"bias_gelu_fwd": None, "bias_gelu_bwd": None}
+declare(Operator(name="linear_gelu", module=__name__, ops=_OPS, moved=(2, 3), sizes=_SIZES))

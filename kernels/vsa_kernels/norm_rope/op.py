@@ -1,7 +1,4 @@
-"""Registered ops of norm and rotation on the `triton` backend; `reference` is torch's own operations.
-
-They contain no matmul, so they register no FLOP formula.
-"""
+"""Registered ops of norm and rotation on the `triton` backend; `reference` is torch's own operations."""
 
 from __future__ import annotations
 
@@ -9,6 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from vsa_kernels.operators import MODEL_SIZES, Operator, declare
 
 
 @torch.library.custom_op("vsa_kernels::norm_rope_fwd", mutates_args=())
@@ -67,3 +66,6 @@ def _backward(ctx: Any, dout: Tensor, _drstd: Tensor | None) -> tuple[Tensor | N
 
 
 norm_rope_fwd.register_autograd(_backward, setup_context=_setup_context)
+
+_OPS = {"norm_rope_fwd": None, "norm_rope_bwd": None}
+declare(Operator(name="norm_rope", module=__name__, ops=_OPS, moved=(2, 3), sizes=MODEL_SIZES))

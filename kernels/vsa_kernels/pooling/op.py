@@ -1,4 +1,4 @@
-"""Registered ops of block pooling. They contain no matmul, so they register no FLOP formula."""
+"""Registered ops of block pooling."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from vsa_kernels.block_index import Blocks
+from vsa_kernels.operators import Operator, declare
 from vsa_kernels.pooling import reference
 
 
@@ -94,3 +95,7 @@ def _means_and_similarity_like(x: Tensor, center: Tensor | None, offsets: Tensor
 
 
 block_mean_and_similarity_op.register_fake(_means_and_similarity_like)
+
+_OPS = {"block_mean_pool_fwd": None, "block_mean_pool_bwd": None}
+declare(Operator(name="block_mean_pool", module=__name__, ops=_OPS))
+declare(Operator(name="block_mean_and_similarity", module=__name__, ops={"block_mean_and_similarity": None}))

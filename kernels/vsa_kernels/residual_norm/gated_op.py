@@ -1,7 +1,4 @@
-"""Registered ops of the gated residual connection on the `triton` backend; `reference` is torch's own operations.
-
-They contain no matmul, so they register no FLOP formula.
-"""
+"""Registered ops of the gated residual connection on the `triton` backend; `reference` is torch's own operations."""
 
 from __future__ import annotations
 
@@ -9,6 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from vsa_kernels.operators import MODEL_SIZES, Operator, declare
 
 
 @torch.library.custom_op("vsa_kernels::gated_residual_fwd", mutates_args=())
@@ -70,3 +69,6 @@ def _backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
 
 
 gated_residual_fwd.register_autograd(_backward, setup_context=_setup_context)
+
+_OPS = {"gated_residual_fwd": None, "gated_residual_bwd": None}
+declare(Operator(name="gated_residual", module=__name__, ops=_OPS, moved=(3, 3), sizes=MODEL_SIZES))

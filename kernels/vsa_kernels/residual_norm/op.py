@@ -1,6 +1,6 @@
 """Registered ops of residual connection and layer norm on the `triton` backend; `reference` is torch's own operations.
 
-They contain no matmul, so they register no FLOP formula. R rows of parameters: 1, or B.
+R rows of parameters: 1, or B.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from vsa_kernels.operators import MODEL_SIZES, Operator, declare
 
 
 @torch.library.custom_op("vsa_kernels::residual_norm_fwd", mutates_args=())
@@ -103,3 +105,6 @@ def _backward(ctx: Any, dtotal: Tensor | None, dnorm: Tensor, *_: Any) -> tuple[
 
 
 residual_norm_fwd.register_autograd(_backward, setup_context=_setup_context)
+
+_OPS = {"residual_norm_fwd": None, "residual_norm_bwd": None}
+declare(Operator(name="residual_norm", module=__name__, ops=_OPS, moved=(4, 6), sizes=MODEL_SIZES))

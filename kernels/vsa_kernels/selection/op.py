@@ -6,9 +6,9 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
 from vsa_kernels.modes import without_autocast
+from vsa_kernels.operators import Operator, declare
 from vsa_kernels.selection import reference
 from vsa_kernels.selection.weights import Crossing
 
@@ -99,7 +99,11 @@ def _scores_like(q_mean: Tensor, k_mean: Tensor, *_args: Any) -> Tensor:
 mean_scores_op.register_fake(_scores_like)
 
 
-@register_flop_formula(torch.ops.vsa_kernels.mean_scores)
 def _scores_flops(q_shape: Any, k_shape: Any, *_args: Any, out_shape: Any = None, **_: Any) -> int:
     B, num_q, H, D = q_shape
     return 2 * B * H * num_q * k_shape[1] * D
+
+
+declare(Operator(name="select_topk", module=__name__, ops={"select_topk": None}))
+declare(Operator(name="select_share", module=__name__, ops={"select_share": None}))
+declare(Operator(name="mean_scores", module=__name__, ops={"mean_scores": _scores_flops}))

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
 from vsa_kernels.block_index import BlockIndex, Blocks
 from vsa_kernels.modes import without_autocast
+from vsa_kernels.operators import Operator, declare
 from vsa_kernels.skipping import reference
 
 
@@ -55,7 +55,6 @@ def _outputs_like(q: Tensor, _k: Tensor, _v: Tensor, kv_indices: Tensor, *_args:
 skipping_fwd.register_fake(_outputs_like)
 
 
-@register_flop_formula(torch.ops.vsa_kernels.skipping_fwd)
 def _fwd_flops(
     q_shape: Any, k_shape: Any, v_shape: Any, lists: Any, counts: Any, max_blocks: Any, q_offsets: Any, q_max: Any,
     q_min: Any, kv_offsets: Any, *args: Any, out_shape: Any = None, **_: Any,
@@ -64,3 +63,6 @@ def _fwd_flops(
     B, L, H, D = q_shape
     list_length = lists[-1] if max_blocks is None else max_blocks
     return 4 * B * H * L * D * list_length * k_shape[1] // (kv_offsets[0] - 1)
+
+
+declare(Operator(name="skipping_attn", module=__name__, ops={"skipping_fwd": _fwd_flops}))

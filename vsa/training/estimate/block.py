@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from vsa_kernels.operators import OPERATORS
+
 from vsa.models.recompute import Level
 
 HALF, SINGLE = 2, 4
@@ -26,7 +28,8 @@ class BlockShape:
         ffn_dim: F.
         heads: H.
         gates: number of gate layers of the attention method, linear layers of width C.
-        tiles: tiles of all samples if the method runs the coarse-fine operator, otherwise 0.
+        operator: name of the operator that a method which selects tiles runs.
+        tiles: tiles of all samples if the method runs the operator, otherwise 0.
         capacity: capacity of the operator's index lists.
         workspace: bytes that the operator's backward takes and gives back.
         compiled: whether the block is compiled, which fuses norms, modulation and casts.
@@ -40,6 +43,7 @@ class BlockShape:
     ffn_dim: int
     heads: int
     gates: int = 0
+    operator: str = "coarse_fine_attn"
     tiles: int = 0
     capacity: int = 0
     workspace: int = 0
@@ -95,14 +99,13 @@ def turn_bytes(shape: BlockShape, level: Level) -> float:
 
 
 def _attention_outputs(shape: BlockShape) -> float:
-    """Bytes of the outputs and logsumexp of both attentions; with the operator also fine output and small tables."""
-    numbers = 2 * shape.wide
-    single = 2 * shape.heads * shape.tokens
-    if shape.tiles:
-        numbers += shape.wide
-        # coarse output and three means per tile, index lists and two rows of sums
-        single += shape.tiles * (4 * shape.dim + shape.heads * (shape.capacity + 2))
-    return HALF * numbers + SINGLE * single
+    """Bytes of the results of both attentions: those of the operator, or output and logsumexp."""
+    dense = HALF * shape.wide + SINGLE * shape.heads * shape.tokens
+    result_bytes = OPERATORS[shape.operator].result_bytes
+    if not shape.tiles or result_bytes is None:
+        return 2 * dense
+    head_dim = shape.dim // shape.heads
+    return dense + result_bytes(shape.tokens, shape.heads, head_dim, shape.tiles, shape.capacity)
 
 
 def _rms_norm(shape: BlockShape, numbers: int) -> float:
@@ -120,6 +123,11 @@ class Traffic(NamedTuple):
 
     forward: float
     backward: float
+
+
+def _moved(name: str) -> tuple[int, int]:
+    forward, backward = OPERATORS[name].moved
+    return HALF * forward, HALF * backward
 
 
 # bytes per element of the hidden states (C) and of the hidden layer (F), as (forward, backward). Eager: every operation
@@ -143,8 +151,8 @@ _COMPILED = {
     "RMSNorm, RoPE of q and k": (8, 20),
     "gate, residual, norm2": (8, 18),
     "RMSNorm of the second q": (4, 10),
-    "residual, norm3, modulation": (8, 12),
-    "gate, residual of the feed-forward layer": (6, 6),
+    "residual, norm3, modulation": _moved("residual_norm"),
+    "gate, residual of the feed-forward layer": _moved("gated_residual"),
     "biases, sum of the gradients of q, k, v": (0, 28),
 }
 _GELU = (4, 8)

@@ -1,0 +1,101 @@
+"""The records of the operators, and that everything that asks about operators reads them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.utils.checkpoint import CheckpointPolicy
+from torch.utils.flop_counter import FlopCounterMode
+from vsa_kernels.operators import OPERATORS, Operator, declare
+
+from tests.training.test_step_times import WINDOW, event
+from vsa.models.recompute import _keep_attention, checkpointed_except_attention
+from vsa.training.estimate.block import BlockShape, kept_bytes
+from vsa.training.step_times import ELEMENTWISE, OPERATOR, step_times
+
+RECOMPUTED = {
+    f"{name}_{direction}"
+    for name in ("norm_rope", "bias_gelu", "residual_norm", "gated_residual")
+    for direction in ("fwd", "bwd")
+}
+KEPT = {
+    "block_mean_and_similarity", "block_mean_pool_bwd", "block_mean_pool_fwd", "block_sparse_bwd", "block_sparse_fwd",
+    "coarse_fine_bwd", "coarse_fine_fwd", "gathered_fwd", "group_tiles", "mean_scores", "select_share", "select_topk",
+    "skipping_fwd",
+}  # fmt: skip
+
+
+def registered_ops():
+    """Names of the ops of the package that torch knows."""
+    names = torch._C._dispatch_get_all_op_names()
+    return {name.removeprefix("vsa_kernels::") for name in names if name.startswith("vsa_kernels::")}
+
+
+def undeclared():
+    return registered_ops() - {op for operator in OPERATORS.values() for op in operator.ops}
+
+
+@pytest.fixture
+def library():
+    """Ops of this test, gone after it."""
+    with torch.library._scoped_library("vsa_kernels", "FRAGMENT") as scoped:
+        yield scoped
+
+
+@pytest.fixture
+def toy(library, monkeypatch):
+    """An operator that doubles its input, as a function that declares it elementwise or not."""
+    library.define("toy_fwd(Tensor x) -> Tensor")
+    library.impl("toy_fwd", torch.library.fallthrough_kernel, "Autograd")
+    runs = []
+    library.impl("toy_fwd", lambda x: runs.append(len(x)) or 2 * x.detach(), "CompositeExplicitAutograd")
+    monkeypatch.setitem(OPERATORS, "toy", None)
+
+    def declared(**traits):
+        declare(Operator(name="toy", module=__name__, ops={"toy_fwd": lambda x, **_: 7 * x[0]}, **traits))
+        return runs
+
+    return declared
+
+
+def test_every_op_belongs_to_one_operator(library):
+    ops = [op for operator in OPERATORS.values() for op in operator.ops]
+    assert len(ops) == len(set(ops))
+    assert not undeclared()
+    library.define("forgotten(Tensor x) -> Tensor")
+    assert undeclared() == {"forgotten"}
+    with pytest.raises(ValueError, match="vsa_kernels::forgotten belongs to no operator: declare it in the op.py"):
+        _keep_attention(None, torch.ops.vsa_kernels.forgotten.default)
+
+
+def test_the_same_ops_as_ever_are_recomputed():
+    policies = {op: _keep_attention(None, getattr(torch.ops.vsa_kernels, op).default) for op in registered_ops()}
+    recomputed = {op for op, policy in policies.items() if policy == CheckpointPolicy.PREFER_RECOMPUTE}
+    kept = {op for op, policy in policies.items() if policy == CheckpointPolicy.MUST_SAVE}
+    assert (recomputed, kept) == (RECOMPUTED, KEPT)
+
+
+@pytest.mark.parametrize("elementwise", [True, False])
+def test_a_toy_is_found_by_checkpointing_step_times_and_flop_counts(toy, elementwise):
+    runs = toy(moved=(2, 0) if elementwise else (0, 0))
+
+    def block(x):
+        return (torch.ops.vsa_kernels.toy_fwd(x.sin()) * x).cos()
+
+    checkpointed_except_attention(block, torch.randn(5, requires_grad=True)).sum().backward()
+    assert runs == (2 if elementwise else 1) * [5]
+    trace = [*WINDOW, event("cpu_op", "vsa_kernels::toy_fwd", 10, 100)]
+    times = step_times(trace, "window", steps=1).milliseconds
+    assert times[ELEMENTWISE if elementwise else OPERATOR] == 0.1
+    with FlopCounterMode(display=False) as counter:
+        torch.ops.vsa_kernels.toy_fwd(torch.randn(5))
+    assert counter.get_total_flops() == 35
+
+
+def test_a_toy_is_found_by_the_estimate(toy):
+    toy(result_bytes=lambda *sizes: sum(sizes))
+    shape = BlockShape(tokens=100, text=7, dim=64, ffn_dim=128, heads=4, tiles=3, capacity=32)
+    plain, own = (kept_bytes(s, "attention_mlp") for s in (replace(shape, tiles=0), replace(shape, operator="toy")))
+    assert own - plain == 100 + 4 + 16 + 3 + 32 - (100 * 64 * 2 + 4 * 100 * 4)
