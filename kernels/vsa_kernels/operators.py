@@ -15,7 +15,7 @@ import torch
 from torch.utils.flop_counter import register_flop_formula
 
 if TYPE_CHECKING:
-    from vsa_kernels.testing import Call, Problem
+    from vsa_kernels.testing import Call, Case
 
 Size = tuple[int, int, int, int]
 """Samples, tokens, heads and head dim."""
@@ -35,7 +35,7 @@ class Operator:
     Args:
         name: name of its public function.
         module: module that declares it; `cases.py` beside it has a function of the operator's name that makes its
-            calls from a `Problem`.
+            calls at the sizes of a `Case`.
         ops: registered ops by name under `torch.ops.vsa_kernels`, with the FLOP formula of each, as for
             `torch.utils.flop_counter`; None: no matmul.
         moved: tensors of the size of its tokens that forward and backward read and write, of an elementwise operator.
@@ -58,10 +58,10 @@ class Operator:
         results of other operators; step times count it among elementwise operations."""
         return self.moved != (0, 0)
 
-    def cases(self, problem: Problem) -> Iterator[Call]:
+    def cases(self, case: Case) -> Iterator[Call]:
         """Calls that reach every kernel of the operator."""
         module = importlib.import_module(f"{self.module.rpartition('.')[0]}.cases")
-        return getattr(module, self.name)(problem)
+        return getattr(module, self.name)(case)
 
 
 OPERATORS: dict[str, Operator] = {}

@@ -1,16 +1,18 @@
 """Test cases, an independent fp64 definition and error budgets, shared by the tests and `scripts/bench`.
 
-Only `run` calls the code under test: the definition builds masks token by token on the host.
+Only `run` calls the code under test: the definition builds masks token by token on the host. `Call` and the functions
+below it are for `cases.py` of an operator's folder.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from vsa_kernels.block_index import BlockIndex, Blocks
 from vsa_kernels.block_sparse import block_sparse_attn
@@ -235,6 +237,60 @@ def assert_within_budget(actual: Tensor, plain: Tensor, exact: Tensor, name: str
         actual_error, budget, rounding = (float(getattr(x, kind)()) for x in (error, plain_error, size))
         limit = 2 * budget + eps * rounding + torch.finfo(torch.float32).eps * terms
         assert actual_error <= limit, f"{name}: expected a {kind} error of at most {limit:.3g}, got {actual_error:.3g}"
+
+
+class Call(NamedTuple):
+    """A call of an operator.
+
+    Args:
+        function: the operator, which also gets the argument `backend`; returns tensors, or values that contain them.
+        inputs: arguments in order.
+        options: arguments by name.
+    """
+
+    function: Callable[..., Any]
+    inputs: tuple[Any, ...]
+    options: Mapping[str, Any] = {}
+
+    @property
+    def leaves(self) -> tuple[Tensor, ...]:
+        """The tensors among the arguments that require a gradient."""
+        return tuple(x for x in _tensors((self.inputs, tree_leaves(self.options))) if x.requires_grad)
+
+    def run(self, backend: str, dout: Sequence[Tensor] | None = None) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """The resulting tensors, and the gradients of `leaves` from those of the results (None: random ones)."""
+        results = tuple(_tensors(self.function(*self.inputs, **self.options, backend=backend)))
+        outs, grads = [x for x in results if x.requires_grad], ()
+        if outs:
+            dout = [torch.randn_like(x) for x in outs] if dout is None else dout
+            grads = torch.autograd.grad(outs, self.leaves, [g.to(x.dtype) for g, x in zip(dout, outs, strict=True)])
+        return tuple(x.detach() for x in results), grads
+
+
+def normal(case: Case, *size: int, dtype: torch.dtype | None = None) -> Tensor:
+    """Random values that require a gradient, of the case's dtype if none is given."""
+    return torch.randn(size, device=case.q.device).to(dtype or case.q.dtype).requires_grad_()
+
+
+def tokens(case: Case, width: int | None = None) -> Tensor:
+    """Random tokens `[B, L, C]` of an elementwise operator, as wide as all heads of the case if no width is given."""
+    B, L, H, D = case.q.shape
+    return normal(case, B, L, width or H * D)
+
+
+def projection(case: Case, width: int) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """Tokens of 8 channels, and weight and bias of a linear layer to `width` of them."""
+    return tokens(case, 8), (normal(case, width, 8), normal(case, width))
+
+
+def _tensors(x: Any) -> Iterator[Tensor]:
+    if isinstance(x, Tensor):
+        yield x
+    elif is_dataclass(x):
+        yield from _tensors([getattr(x, field.name) for field in fields(x)])
+    elif isinstance(x, list | tuple):
+        for y in x:
+            yield from _tensors(y)
 
 
 def _rows(x: Tensor) -> list[tuple[int, int, int]]:

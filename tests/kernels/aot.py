@@ -28,8 +28,10 @@ import triton
 import vsa_kernels
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
-from vsa_kernels import BlockIndex, Blocks, launch
+from vsa_kernels import BlockIndex, Blocks, dispatch, launch
 from vsa_kernels.block_sparse.mask import BlockMask
+from vsa_kernels.operators import OPERATORS, Operator
+from vsa_kernels.testing import Case, make_case
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 SHAPES = ((64, 64), (64, 16), (128, 64), (128, 128), (256, 256))
@@ -117,6 +119,7 @@ def install(arch: int) -> list[Any]:
 
     # no call takes the short way to compiled code: there is nothing to run it on
     launch._runner = lambda *_compiled: None  # type: ignore[assignment,return-value]
+    dispatch._can_launch = lambda device: True
     return kernels
 
 
@@ -192,6 +195,13 @@ class Problem:
     def tokens(self, blocks: Blocks, heads: int) -> Tensor:
         return torch.empty(self.batch, int(blocks.offsets[-1]), heads, self.head_dim, dtype=DTYPES[self.dtype])
 
+    def drawn(self, **sizes: Any) -> Case:
+        """Attention of the same sizes, or some others, for the calls of an operator."""
+        q, kv = (blocks.offsets.diff().tolist() for blocks in self.sides())
+        own = {"q_sizes": q, "kv_sizes": kv, "heads": self.heads, "kv_heads": self.heads // self.group}
+        own |= {"head_dim": self.head_dim, "batch": self.batch, "dtype": DTYPES[self.dtype]}
+        return make_case(**{**own, **sizes}, index_batch=1, index_heads=1, fine=True, kv_valid=True)
+
     def means(self, heads: int) -> Tensor:
         return torch.empty(self.batch, self.num, heads, self.head_dim)
 
@@ -222,20 +232,6 @@ def fine(p: Problem) -> None:
     delta = triton_bwd.delta(out, out, lse, lse)
     for shares in (dispatch.NO_SHARES, (p.means(p.heads), p.means(kv_heads), p.means(kv_heads))):
         dispatch.backward(out, delta, lse, q, k, v, mask, 0.1, shares)
-
-
-def skipping(p: Problem) -> None:
-    """Attention that skips, with both denominators."""
-    from vsa_kernels.skipping import triton_skipping
-
-    if p.dtype == "fp32":
-        # whole blocks of exact fp32 spill; it is for tests
-        return
-    mask, kv_heads = p.mask(), p.heads // p.group
-    q, k, v = p.tokens(mask.q_blocks, p.heads), *(p.tokens(mask.kv_blocks, kv_heads) for _ in range(2))
-    lists, rows = (mask.index, mask.q_blocks, mask.kv_blocks, torch.empty(p.heads)), p.blocks[0] // 4
-    for keeps_sum in (True, False):
-        triton_skipping.forward(q, k, v, *lists, rows, keeps_sum, 0.1)
 
 
 def coarse(p: Problem) -> None:
@@ -273,75 +269,12 @@ def pooling(p: Problem) -> None:
         triton_pool.mean_and_similarity(q, center, *sizes)
 
 
-def norm_rope(p: Problem) -> None:
-    """Norm, with bias and rotation, of the problem's heads, and at the widths of models, forward and backward."""
-    from vsa_kernels.norm_rope import triton_norm_rope
-
-    for heads, head_dim in ((p.heads, p.head_dim), (12, 64), (12, 128), (40, 128)):
-        x, weight = (torch.empty(*size, heads * head_dim, dtype=DTYPES[p.dtype]) for size in ((p.batch, 999), ()))
-        for bias, table in (
-            (None, torch.empty(999, head_dim // 2)),
-            (weight, torch.empty(999, head_dim // 2)),
-            (weight, None),
-        ):
-            inputs = (weight, bias, table, table)
-            out, rstd = triton_norm_rope.forward(x, *inputs, heads, 1e-6)
-            triton_norm_rope.backward(out, x, *inputs, rstd)
-
-
-def linear_gelu(p: Problem) -> None:
-    """Bias and GELU of an odd width, and at the widths of models, forward and backward."""
-    from vsa_kernels.linear_gelu import triton_bias_gelu
-
-    for width in (999, 3072, 8960):
-        x, bias = (torch.empty(*size, width, dtype=DTYPES[p.dtype]) for size in ((p.batch, 999), ()))
-        triton_bias_gelu.forward(x, bias)
-        triton_bias_gelu.backward(x, x, bias)
-
-
-def residual_norm(p: Problem) -> None:
-    """The norms and residual connections of a block at an odd width and at the widths of models, forward and
-    backward."""
-    from vsa_kernels.residual_norm import triton_gated_residual, triton_residual_norm
-    from vsa_kernels.residual_norm.api import MOST_GATED_CHANNELS
-
-    for width in (999, 768, 1536, 5120):
-        x, rows = (torch.empty(p.batch, size, width, dtype=DTYPES[p.dtype]) for size in (999, 1))
-        offset = rows[0, 0]
-        for update, update_bias, gate, weight in (
-            (None, None, None, rows),
-            (x, offset if width <= MOST_GATED_CHANNELS else None, rows, offset),
-            (x, offset, None, rows),
-            (x, None, rows, offset),
-        ):
-            inputs = (update, update_bias, gate, weight, weight)
-            total, norm, mean, rstd = triton_residual_norm.forward(x, *inputs, 1e-6)
-            dtotal, factor = (None, x) if update is None else (x, total)
-            saved_tensors = (None if gate is None else update, update_bias, gate, weight)
-            triton_residual_norm.backward(dtotal, norm, factor, *saved_tensors, weight, mean, rstd)
-            # frozen parameters
-            triton_residual_norm.backward(dtotal, norm, factor, None, None, gate, weight, None, mean, rstd)
-        for update_bias in (offset, None):
-            out = triton_gated_residual.forward(x, x, update_bias, rows)
-            for update in (x, None):
-                triton_gated_residual.backward(out, update, update_bias, rows)
-
-
 def selection(p: Problem) -> None:
     """Top-k and top-p, plain and with every option, over few and many blocks, and a top-k over the most."""
     for num_kv in (p.num, 1200, 4096):
         select(p, num_kv, 8, min(32, num_kv))
     for num_kv in (p.num, 2048):
         select_by_share(p, num_kv)
-
-
-def mean_scores(p: Problem) -> None:
-    """Scores between block means of fp32 and of half precision."""
-    from vsa_kernels.selection import triton_scores
-
-    q, k = p.means(p.heads), p.means(p.heads // p.group)
-    for precision in ("tf32", "ieee"):
-        triton_scores.scores(q, k, 0.1, 0, 1, precision=precision)
 
 
 def select(p: Problem, num_kv: int, topk: int, capacity: int) -> None:
@@ -370,6 +303,13 @@ def widest_selection(p: Problem) -> None:
         select_by_share(p, num_kv)
 
 
+def grouping(p: Problem) -> None:
+    """Groups of the tiles of a long video."""
+    from vsa_kernels.gathered import triton_group
+
+    triton_group.group(torch.zeros(1, 1, 2048, 96, dtype=torch.bool), max(1, 128 // p.blocks[0]))
+
+
 def gates(p: Problem) -> None:
     """Gate and sum of the two stages, with and without the fine gate."""
     from vsa_kernels.coarse_fine import triton_gate
@@ -379,42 +319,6 @@ def gates(p: Problem) -> None:
     for gate in (None, tokens):
         triton_gate.combine(tokens, means, tokens, gate, blocks)
         triton_gate.combine_backward(tokens, tokens, means, tokens, gate, blocks)
-
-
-def operator(p: Problem) -> None:
-    """The whole operator, forward and backward."""
-    from vsa_kernels.coarse_fine import triton_op
-    from vsa_kernels.coarse_fine.op import Call, Saved
-
-    q_blocks, kv_blocks = p.sides()
-    if p.blocks[0] == p.blocks[1]:
-        kv_blocks = q_blocks
-    q, gate = p.tokens(q_blocks, p.heads), p.tokens(q_blocks, p.heads)
-    k, v = (p.tokens(kv_blocks, p.heads // p.group) for _ in range(2))
-    for fine_gate in (None, gate):
-        sizes = [x for b in (q_blocks, kv_blocks) for x in (b.offsets, b.max_size, b.min_size)]
-        call = Call(q, k, v, gate, fine_gate, *sizes, topk=8, capacity=24, scale=0.1)
-        out, *saved_tensors = triton_op.forward(call)
-        triton_op.backward(out, Saved(*saved_tensors), call)
-
-
-def gathered(p: Problem) -> None:
-    """Groups of query tiles, with a mask of their members or without, and how they are found."""
-    from vsa_kernels.gathered import TileGroups, triton_fwd, triton_group
-
-    q_blocks, kv_blocks = p.sides()
-    size = max(1, 128 // q_blocks.max_size)
-    rows = (p.batch, p.heads, -(-p.num // size))
-    lists, counts = torch.empty(*rows, p.num, dtype=torch.int32), torch.zeros(rows, dtype=torch.int32)
-    groups = TileGroups(
-        members=torch.empty(*rows, size, dtype=torch.int32), kv_indices=lists, kv_num_blocks=counts,
-        kv_members=lists if p.masked else None, order=counts.flatten(),
-    )  # fmt: skip
-    k, v = (p.tokens(kv_blocks, p.heads // p.group) for _ in range(2))
-    # Hopper has a kernel of its own for contiguous heads, and the other one for those of a wider projection
-    for keys, values in ((k, v), (torch.cat([x, x], -1)[..., : p.head_dim] for x in (k, v))):
-        triton_fwd.forward(p.tokens(q_blocks, p.heads), keys, values, groups, q_blocks, kv_blocks, 0.1)
-    triton_group.group(torch.zeros(1, 1, 2048, 96, dtype=torch.bool), size)
 
 
 def tiles_of_128(p: Problem) -> None:
@@ -444,12 +348,30 @@ def long_rows(p: Problem) -> None:
     triton_ranges.dq(q, lse, lse, q, k, v, mask, 0.1, p.means(p.heads))
 
 
-STAGES: tuple[Callable[[Problem], None], ...] = (
-    fine, skipping, coarse, transpose, pooling, mean_scores, norm_rope, linear_gelu, residual_norm,
-    selection, gates, operator, gathered,
-)  # fmt: skip
-BY_SHAPE = (fine, pooling, gates, operator)
-MASKED = (fine, gathered)
+Stage = Callable[[Problem], None]
+PARTS: tuple[Stage, ...] = (fine, coarse, transpose, pooling, selection, grouping, gates)
+# exact fp32, which is for tests, spills in whole blocks
+NOT_IN_FP32 = ("skipping_attn",)
+
+
+def stage_of(operator: Operator) -> Stage:
+    """All calls of an operator, at the sizes of the problem and, if models have some of their own, at these."""
+
+    def stage(p: Problem) -> None:
+        if p.dtype == "fp32" and operator.name in NOT_IN_FP32:
+            return
+        models = (p.drawn(q_sizes=[999], heads=h, kv_heads=h, head_dim=d) for _, _, h, d in operator.sizes.values())
+        for case in (p.drawn(), *models):
+            for call in operator.cases(case):
+                call.run("triton")
+
+    stage.__name__ = operator.name
+    return stage
+
+
+def all_stages() -> tuple[Stage, ...]:
+    """Parts of operators at more sizes than these meet, and every operator of the records."""
+    return (*PARTS, *map(stage_of, OPERATORS.values()))
 
 
 def annealing(topk: int, capacity: int) -> None:
@@ -478,30 +400,32 @@ def plan(name: str) -> Iterator[tuple[str, Callable[[], None]]]:
             yield f"annealing {topk}", lambda topk=topk, capacity=capacity: annealing(topk, capacity)
         return
     tuned = Problem()
-    problems: dict[Problem, tuple[Callable[[Problem], None], ...]] = {}
+    problems: dict[Problem, tuple[Stage, ...]] = {}
+    by_shape = (fine, pooling, gates, stage_of(OPERATORS["coarse_fine_attn"]))
+    gathered = stage_of(OPERATORS["gathered_attn"])
     if name == "quick":
         ragged = replace(tuned, even=False, group=2)
-        problems = {tuned: (*STAGES, long_rows), ragged: BY_SHAPE}
+        problems = {tuned: (*all_stages(), long_rows), ragged: by_shape}
         problems |= {replace(p, masked=True): (fine,) for p in (tuned, ragged)}
         problems |= {replace(p, blocks=(128, 128)): (tiles_of_128,) for p in (tuned, ragged)}
     elif name == "tuned":
         for dim, blocks in ((d, b) for d in (64, 128) for b in ((64, 64), (128, 64))):
             for even in (True, False):
                 variant = replace(tuned, head_dim=dim, blocks=blocks, even=even)
-                problems |= {variant: STAGES, replace(variant, masked=True): MASKED}
-        problems |= {replace(tuned, blocks=blocks): (gathered,) for blocks in ((128, 32), (16, 1))}
-        problems[tuned] = (*STAGES, widest_selection)
+                problems |= {variant: all_stages(), replace(variant, masked=True): (fine,)}
+        problems |= {replace(tuned, blocks=blocks): (gathered, grouping) for blocks in ((128, 32), (16, 1))}
+        problems[tuned] = (*all_stages(), widest_selection)
     elif name == "dims":
-        problems = {replace(tuned, head_dim=dim): STAGES for dim in DIMS}
-        problems |= {replace(tuned, head_dim=dim, masked=True): MASKED for dim in DIMS}
+        problems = {replace(tuned, head_dim=dim): all_stages() for dim in DIMS}
+        problems |= {replace(tuned, head_dim=dim, masked=True): (fine,) for dim in DIMS}
     elif name in ("fp16", "fp32"):
         for dim in (16, 64, 80, 128, 256):
-            problems[replace(tuned, dtype=name, head_dim=dim, even=False)] = STAGES
+            problems[replace(tuned, dtype=name, head_dim=dim, even=False)] = all_stages()
     elif name == "shapes":
         for blocks in SHAPES:
-            problems[replace(tuned, blocks=blocks)] = BY_SHAPE
+            problems[replace(tuned, blocks=blocks)] = by_shape
             ragged = replace(tuned, blocks=blocks, even=False, valid=True, group=2)
-            problems |= {ragged: BY_SHAPE, replace(ragged, masked=True): (fine,)}
+            problems |= {ragged: by_shape, replace(ragged, masked=True): (fine,)}
     else:
         raise SystemExit(f"no plan is called {name!r}")
     for problem, stages in problems.items():
