@@ -8,9 +8,6 @@ peers   the same in tiles of 64 and of 128 with equal kept tokens beside cuDNN, 
 coarse  pooling, coarse attention, scores, top-k and the transposed index, each alone and their sum
 selection  selection by share beside top-k and a sort, and SpargeAttn's prediction beside dense attention
 neighborhood  the block-sparse kernel on windows of several strides, with and without the permutation of the tokens
-norm_rope  RMS norm and rotation of queries beside torch's operations and a copy
-linear_gelu  bias and GELU of a feed-forward layer beside torch's operations and a copy
-residual_norm  gated residual connection and norm of its sum beside torch's operations and a copy
 fine_grained  FG-Attn's kernel on random masks of small tiles, its planning, and the kernel on lists of uneven length
 dynamic_hilbert  the block-sparse kernel over DFSAttn's schedule, with the cost of its selections
 vsa     the whole operator
@@ -18,6 +15,7 @@ layer   a DiT layer, dense against sparse, and its block without the cost of sel
 step    a training step of a whole DiT
 distill an iteration of distillation with its three networks
 denoise from noise to latents: the few-step sparse generator against the many-step model with guidance
+An elementwise operator is a case of its own name: it is timed beside torch's operations and a copy.
 
 A case first compares its op with fp64 and prints no speed if the comparison fails. Useful TFLOP/s count real token
 pairs of the listed blocks: 4 * D FLOPs per pair forward, 14 * D forward + backward. Executed TFLOP/s count all
@@ -36,6 +34,7 @@ from typing import Any, get_args
 
 import torch
 from vsa_kernels.dispatch import BLOCK_SPARSE_BACKENDS
+from vsa_kernels.operators import OPERATORS
 
 from vsa.errors import one_line_errors
 from vsa.files import atomic_file
@@ -43,13 +42,10 @@ from vsa.machine import machine, versions
 from vsa.models.recompute import Level
 
 from .cases import CASES, OWN_LISTS, measure_shape
-from .fine_grained import mask_shapes, share_of, tokens_of
-from .linear_gelu import layer_shapes
-from .neighborhood import grid_of, window_shapes
-from .norm_rope import rotation_shapes
+from .fine_grained import share_of, tokens_of
+from .neighborhood import grid_of
 from .peers import PEERS
 from .problems import LISTS, choose_shapes
-from .residual_norm import residual_shapes
 from .timing import Setup, Strategy
 
 _SIZE = ("batch", "heads", "tokens", "head_dim")
@@ -151,28 +147,21 @@ def run_case(args: argparse.Namespace, command: str) -> None:
         levels=tuple(getattr(args, "levels", ("full",))),
         strategies=tuple(getattr(args, "strategies", ("plain",))),
     )
-    usual = CASES[args.case].gpu_shapes if device.type == "cuda" and not args.all else None
-    if args.case == "neighborhood":
-        shapes = window_shapes(args, device)
-    elif args.case == "fine_grained":
-        shapes = mask_shapes(args, device)
-    elif args.case == "norm_rope":
-        shapes = rotation_shapes(args, device)
-    elif args.case == "linear_gelu":
-        shapes = layer_shapes(args, device)
-    elif args.case == "residual_norm":
-        shapes = residual_shapes(args, device)
+    case = CASES[args.case]
+    usual = case.gpu_shapes if device.type == "cuda" and not args.all else None
+    if case.shapes is not None:
+        shapes = case.shapes(args, device)
     else:
         shapes = choose_shapes(args.shapes or usual, args.all, device)
-    if args.case not in ("fine", "selection", "neighborhood", "fine_grained") and args.shapes is None:
-        shapes = [shape for shape in shapes if shape.group == 1]
+        if args.case not in ("fine", "selection") and args.shapes is None:
+            shapes = [shape for shape in shapes if shape.group == 1]
     report: dict[str, Any] = {
         "case": args.case,
         "date": datetime.now(UTC).date().isoformat(),
         "command": command,
         "machine": machine(device),
         "versions": versions(device),
-        "checks": [line for backend in setup.backends for line in CASES[args.case].check(backend, setup)],
+        "checks": [line for backend in setup.backends for line in case.check(backend, setup)],
         "skipped": [],
         "rows": [],
         "notes": [],
@@ -217,7 +206,7 @@ def main(argv: list[str]) -> None:
             )  # fmt: skip
         else:
             sub.set_defaults(against=["none"])
-        if name in ("layer", "step", "distill", "denoise", "norm_rope", "linear_gelu", "residual_norm"):
+        if name in ("layer", "step", "distill", "denoise") or name in OPERATORS:
             sub.add_argument(
                 "--modes", nargs="+", choices=["eager", "compiled"],
                 help="modes of the networks' blocks (layer: without self-attention), or of torch's operations "
@@ -250,7 +239,7 @@ def main(argv: list[str]) -> None:
             sub.add_argument(
                 "--sparsities", type=share_of, nargs="+", metavar="SHARE", help="shares of skipped kv tiles"
             )
-        elif name not in OWN_LISTS:
+        elif name not in OWN_LISTS and case.shapes is None:
             # the other cases select by q and k, which know no sinks
             kinds = [kind for kind in LISTS if kind != "sinks" or name == "fine"]
             sub.add_argument("--lists", default="random", choices=kinds, help="block lists (default random)")

@@ -5,7 +5,8 @@ B batch, L tokens, H heads, D head dim, Nq / Nkv query / kv blocks.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import argparse
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -16,20 +17,18 @@ import torch
 from torch import Tensor
 from vsa_kernels import block_mean_pool, block_sparse_attn, block_sparse_kernels, select_topk
 from vsa_kernels.coarse_fine import coarse_fine_attn
+from vsa_kernels.operators import OPERATORS
 
 from . import checks
 from .checks import Layer
 from .denoise import denoise
 from .distill import distill
 from .dynamic_hilbert import dynamic_hilbert
-from .fine_grained import check_groups, fine_grained
-from .linear_gelu import check_layer as check_linear_gelu
-from .linear_gelu import linear_gelu
-from .neighborhood import check_strides, neighborhood
-from .norm_rope import check_rotation, norm_rope
+from .elementwise import Elementwise
+from .fine_grained import check_groups, fine_grained, mask_shapes
+from .neighborhood import check_strides, neighborhood, window_shapes
 from .peers import add_peers, check_peers
 from .problems import SELECTION_SHAPES, Problem, Shape, pair_counts, problem
-from .residual_norm import check_residual, residual_norm
 from .selection import check_selection, selection
 from .step import TEXT_TOKENS, TrainingStep, attention_of, model_size
 from .timing import BACKWARD, BOTH, FORWARD, Measured, Op, Setup, Skipped, against, breakdown, fast_sdpa, measure, say
@@ -167,11 +166,17 @@ def step(shape: Shape, setup: Setup) -> Measured:
 
 
 class Case(NamedTuple):
-    """A case of the command line: its run, the checks before it, and its shapes on a GPU (None: the default ones)."""
+    """A case of the command line: its run, the checks before it, and its shapes on a GPU (None: the default ones), or
+    from the command line and the device, without block lists of the problem."""
 
     run: Callable[[Shape, Setup], Measured]
     check: Callable[[str, Setup], list[str]]
     gpu_shapes: list[str] | None = None
+    shapes: Callable[[argparse.Namespace, torch.device], Sequence[Shape]] | None = None
+
+
+def _checked(check: Callable[[str, torch.dtype, torch.device], str]) -> Callable[[str, Setup], list[str]]:
+    return lambda backend, s: [check(backend, s.dtype, s.device)]
 
 
 def _check_network(backend: str, setup: Setup) -> list[str]:
@@ -186,16 +191,22 @@ def _check_layer(backend: str, setup: Setup) -> list[str]:
     return lines
 
 
+def operator_cases() -> dict[str, Case]:
+    """A case of each operator of the records that has sizes in models."""
+    cases = (Elementwise(operator) for operator in OPERATORS.values() if operator.sizes)
+    return {case.operator.name: Case(case.run, case.check, shapes=case.shapes) for case in cases}
+
+
 def _check_peers(backend: str, setup: Setup) -> list[str]:
     lines = [checks.check(backend, setup.dtype, setup.device)]
     return lines + list(check_peers(_PEERS, setup.dtype, setup.device)[0].values()) * (backend == setup.backends[-1])
 
 
 CASES = {
-    "fine": Case(fine, lambda backend, s: [checks.check(backend, s.dtype, s.device)]),
-    "coarse": Case(coarse, lambda backend, s: [checks.check_operator(backend, s.dtype, s.device)]),
+    "fine": Case(fine, _checked(checks.check)),
+    "coarse": Case(coarse, _checked(checks.check_operator)),
     "peers": Case(peers, _check_peers, ["paper-16k-d128", "32k-d128", "76k-d128", "128k-d128", "220k-d128"]),
-    "vsa": Case(vsa, lambda backend, s: [checks.check_operator(backend, s.dtype, s.device)]),
+    "vsa": Case(vsa, _checked(checks.check_operator)),
     "layer": Case(layer, _check_layer),
     "step": Case(step, _check_network),
     "selection": Case(
@@ -203,23 +214,17 @@ CASES = {
         lambda backend, s: check_selection(replace(s, backends=[backend])),
         [s.name for s in SELECTION_SHAPES],
     ),
-    "neighborhood": Case(neighborhood, lambda backend, s: [check_strides(backend, s.dtype, s.device)]),
-    "linear_gelu": Case(linear_gelu, lambda backend, s: [check_linear_gelu(backend, s.dtype, s.device)]),
-    "norm_rope": Case(norm_rope, lambda backend, s: [check_rotation(backend, s.dtype, s.device)]),
-    "residual_norm": Case(residual_norm, lambda backend, s: [check_residual(backend, s.dtype, s.device)]),
-    "fine_grained": Case(fine_grained, lambda backend, s: [check_groups(backend, s.dtype, s.device)]),
-    "dynamic_hilbert": Case(
-        dynamic_hilbert, lambda backend, s: [checks.check(backend, s.dtype, s.device)], ["wan14b-21x45x80"]
-    ),
+    "neighborhood": Case(neighborhood, _checked(check_strides), shapes=window_shapes),
+    "fine_grained": Case(fine_grained, _checked(check_groups), shapes=mask_shapes),
+    "dynamic_hilbert": Case(dynamic_hilbert, _checked(checks.check), ["wan14b-21x45x80"]),
     "distill": Case(distill, _check_network, ["wan1.3b-distill"]),
     "denoise": Case(denoise, _check_network, ["wan1.3b-distill"]),
+    **operator_cases(),
 }
 NETWORK_CASES = ("layer", "step", "distill", "denoise")
 """Cases of whole layers and networks."""
-OWN_LISTS = (
-    *NETWORK_CASES, "neighborhood", "norm_rope", "linear_gelu", "residual_norm", "fine_grained", "dynamic_hilbert",
-)  # fmt: skip
-"""Cases that do not use the block lists of the problem."""
+OWN_LISTS = (*NETWORK_CASES, "dynamic_hilbert")
+"""Cases that do not use the block lists of the problem, beside those with shapes of their own."""
 
 
 def measure_shape(case: str, shape: Shape, setup: Setup) -> Measured:
@@ -232,7 +237,7 @@ def measure_shape(case: str, shape: Shape, setup: Setup) -> Measured:
     with fast_sdpa(setup.device) if case in NETWORK_CASES else nullcontext():
         result = CASES[case].run(shape, setup)
     common = {**shape.row(), "dtype": str(setup.dtype).removeprefix("torch.")}
-    if case not in OWN_LISTS:
+    if case not in OWN_LISTS and CASES[case].shapes is None:
         common["lists"] = setup.lists
     return Measured([{**common, **row} for row in result.rows], result.skipped, result.notes)
 

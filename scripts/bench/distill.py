@@ -21,6 +21,7 @@ from vsa.objectives.distribution_matching import DistributionMatching, NegativeT
 from vsa.training.gradients import GradientClipper
 from vsa.training.optimizer import AdamW, Constant
 from vsa.training.parallel import ParallelPlan, parallelize
+from vsa.training.step_times import ATTENTION, OPERATOR
 
 from .problems import Shape
 from .step import TEXT_TOKENS, fill_zeros, latent_size, random_source, video_dit
@@ -222,6 +223,7 @@ def _iteration_note(what: str, rows: dict[str, dict[str, Any]]) -> str:
         f"{seconds('iteration without')}, mean {seconds('mean iteration')}"
     )
     if "gpu_ms" in whole:
-        share = whole["gpu_ms"]["attention"] / sum(whole["gpu_ms"].values())
+        attention = sum(whole["gpu_ms"].get(kind, 0) for kind in (OPERATOR, ATTENTION))
+        share = attention / sum(whole["gpu_ms"].values())
         line += f"; peak {whole['peak_mib'] / 1024:.1f} GiB; attention is {share:.0%} of a whole iteration's GPU time"
     return line

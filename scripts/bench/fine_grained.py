@@ -40,7 +40,7 @@ from vsa.attention.fine_grained.grouping import plan_groups
 
 from .checks import check_forward, compare
 from .peers import dense_ops
-from .problems import Shape, listed_pairs
+from .problems import Shape, listed_pairs, named
 from .timing import FORWARD, Measured, Op, Setup, Skipped, against, attempt, measure
 
 _ROWS = 128
@@ -97,16 +97,10 @@ def share_of(text: str) -> float:
 def mask_shapes(args: argparse.Namespace, device: torch.device) -> list[MaskShape]:
     """The problems of the command line."""
     shapes_by_name = {shape.name: shape for shape in (*CPU_MASKS, *GPU_MASKS)}
-    unknown = [name for name in args.shapes or () if name not in shapes_by_name]
-    if unknown:
-        raise ValueError(f"--shapes must be of {', '.join(shapes_by_name)}, got {', '.join(unknown)}")
     usual = GPU_MASKS if device.type == "cuda" else CPU_MASKS
     options = {name: getattr(args, name) for name in ("q_tokens", "kv_tokens", "sparsities")}
     changes = {name: tuple(values) for name, values in options.items() if values}
-    return [
-        replace(shape, **changes)
-        for shape in ([shapes_by_name[name] for name in args.shapes] if args.shapes else usual)
-    ]
+    return [replace(shape, **changes) for shape in named(args.shapes, shapes_by_name, usual)]
 
 
 def fine_grained(shape: Shape, setup: Setup) -> Measured:

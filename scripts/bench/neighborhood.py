@@ -29,7 +29,7 @@ from vsa.attention.tiling import Grid
 
 from .checks import compare, refuse_far
 from .peers import dense_ops
-from .problems import Shape, pair_counts
+from .problems import Shape, named, pair_counts
 from .timing import FORWARD, Measured, Op, Setup, Skipped, attempt, measure
 
 # queries with fp64 logits in memory at a time, in the check
@@ -117,11 +117,8 @@ def window_shapes(args: argparse.Namespace, device: torch.device) -> list[Window
     """The problems of the command line."""
     usual = GPU_WINDOWS if device.type == "cuda" else CPU_WINDOWS
     shapes_by_name = {shape.name: shape for shape in (*CPU_WINDOWS, *GPU_WINDOWS)}
-    unknown = [name for name in args.shapes or () if name not in shapes_by_name]
-    if unknown:
-        raise ValueError(f"--shapes must be of {', '.join(shapes_by_name)}, got {', '.join(unknown)}")
     shapes = []
-    for shape in [shapes_by_name[name] for name in args.shapes] if args.shapes else usual:
+    for shape in named(args.shapes, shapes_by_name, usual):
         changes = {
             "window_thw": args.window or shape.window_thw,
             "strides": tuple(args.strides or shape.strides),

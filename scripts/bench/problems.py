@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +22,8 @@ LISTS = ("random", "local", "sinks")
 """Kinds of block lists: random; local, near tiles first, so that neighbouring query blocks share most of their lists;
 or random beside attention sinks, `_SINKS` kv blocks of each head that are in every list (in the index alone)."""
 _SINKS = 4
+
+AnyShape = TypeVar("AnyShape", bound="Shape")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,10 +141,15 @@ def choose_shapes(names: list[str] | None, everything: bool, device: torch.devic
     shapes_by_name = {shape.name: shape for shape in (*CPU_SHAPES, *GPU_SHAPES, *EXTRA_SHAPES, *SELECTION_SHAPES)}
     if everything:
         return [*defaults, *(s for s in EXTRA_SHAPES if s.name != "smoke" and device.type == "cuda")]
+    return named(names, shapes_by_name, defaults)
+
+
+def named(names: list[str] | None, shapes_by_name: Mapping[str, AnyShape], usual: Sequence[AnyShape]) -> list[AnyShape]:
+    """The shapes that are asked for by name, or the usual ones."""
     unknown = [name for name in names or () if name not in shapes_by_name]
     if unknown:
         raise ValueError(f"--shapes must be of {', '.join(shapes_by_name)}, got {', '.join(unknown)}")
-    return list(defaults) if names is None else [shapes_by_name[name] for name in names]
+    return list(usual) if names is None else [shapes_by_name[name] for name in names]
 
 
 @dataclass(frozen=True, kw_only=True)

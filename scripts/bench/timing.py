@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 import sys
 import time
@@ -9,15 +10,17 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import profile, record_function
 
 from vsa.models.recompute import Level
-from vsa.training.step_times import only_moves
+from vsa.training.step_times import DATA, HOST, IDLE, step_times
 
 Strategy = Literal["plain", "fsdp"]
 FORWARD, BACKWARD, BOTH = "forward", "backward", "forward + backward"
@@ -30,31 +33,6 @@ _LONG_BUDGET_MS, _LONG_FEWEST, _LONG_MOST = 5_000, 2, 10
 _FLUSH_BYTES = 256 << 20
 # some milliseconds, longer than the host needs to queue one call
 _AHEAD_CYCLES = 8_000_000
-
-_KINDS = {
-    "attention": (
-        *("fmha", "flash", "sdpa", "_fwd_kernel", "_delta_kernel", "_dq_kernel", "_dkv_kernel"),
-        *(
-            "_pool",
-            "_scores",
-            "_topk",
-            "_share",
-            "_combine",
-            "_mark_kernel",
-            "_group_kernel",
-            "_count_kernel",
-            "_list_kernel",
-            "_order_kernel",
-            "_pad_kernel",
-            "_by_block_kernel",
-            "_pack_kernel",
-        ),
-    ),
-    "matrix products": ("gemm", "nvjet", "cutlass", "cublas", "xmma"),
-    "optimizer": ("multi_tensor_apply", "adam"),
-}
-"""Kinds of GPU kernels by parts of their names, tried in this order; all others are copies, or elementwise and norms.
-Dense cross-attention counts as attention."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -276,18 +254,16 @@ def against(row: dict[str, Any], baseline: dict[str, Any] | None) -> None:
 
 
 def breakdown(call: Callable[[], Any]) -> dict[str, float]:
-    """Milliseconds of GPU time of one call by kind of kernel."""
-    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+    """Milliseconds of GPU time of one call by kind, as in the profile of a training step."""
+    with profile() as profiled, record_function("call"):
         call()
         torch.cuda.synchronize()
-    copies, rest = "copies", "elementwise and norms"
-    ms_by_kind = dict.fromkeys((*_KINDS, copies, rest), 0.0)
-    for event in profiled.key_averages():
-        name = event.key.lower()
-        others = copies if only_moves(name) else rest
-        kind = next((k for k, parts in _KINDS.items() if any(p in name for p in parts)), others)
-        ms_by_kind[kind] += event.self_device_time_total / 1e3
-    return {kind: round(ms, 2) for kind, ms in ms_by_kind.items()}
+    with TemporaryDirectory() as folder:
+        path = Path(folder, "trace.json")
+        profiled.export_chrome_trace(str(path))
+        trace = json.loads(path.read_text())["traceEvents"]
+    times = step_times(trace, "call", steps=1).milliseconds
+    return {kind: round(ms, 2) for kind, ms in times.items() if ms and kind not in (DATA, HOST, IDLE)}
 
 
 def _cpu_samples(steps: Sequence[tuple[Op, str]], repeats: int) -> list[Samples]:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from vsa_kernels.block_index import BlockIndex
 from vsa_kernels.coarse_fine import coarse_fine_attn
+from vsa_kernels.operators import OPERATORS
 
 from tests.kernels.benching import FAST, damaged
 from tests.kernels.interpreted import INTERPRETED, further
@@ -371,18 +372,10 @@ def _enlarged(right):
     return wrong
 
 
-@pytest.mark.parametrize(
-    ("case", "shape", "wrong"),
-    [
-        ("norm_rope", "2 x 3 x 999 x 80", "a rotation backwards"),
-        ("linear_gelu", "2 x 3 x 999 x 80", "a bias of the other sign"),
-        ("residual_norm", "2 x 3 x 999 x 80", "a wrong gate"),
-    ],
-)
-def test_elementwise_cases_run_and_a_wrong_operator_stops_them(
-    bench, monkeypatch, tmp_path, capsys, case, shape, wrong
-):
-    module = importlib.import_module(f"scripts.bench.{case}")
+@pytest.mark.parametrize("case", [name for name, operator in OPERATORS.items() if operator.elementwise])
+def test_elementwise_cases_run_and_a_wrong_operator_stops_them(bench, monkeypatch, tmp_path, capsys, case):
+    module = importlib.import_module(f"{OPERATORS[case].module.rpartition('.')[0]}.cases")
+    elementwise = importlib.import_module("scripts.bench.elementwise")
     out = tmp_path / "report.json"
     bench.main([case, "--repeats", "1", "--out", str(out)])
     copy, forward, both = json.loads(out.read_text())["rows"]
@@ -390,31 +383,41 @@ def test_elementwise_cases_run_and_a_wrong_operator_stops_them(
         ("copy", "forward"), ("eager", "forward"), ("eager", "forward + backward")
     ]  # fmt: skip
     assert copy["share_of_copy"] == 1
-    tensors = 10 if case == "residual_norm" else 5
+    tensors = {"residual_norm": 10, "gated_residual": 6}.get(case, 5)
     assert both["share_of_copy"] == pytest.approx(tensors / 2 * copy["median_ms"] / both["median_ms"], abs=1e-3)
     assert both["gb_per_s"] == pytest.approx(tensors * 2 * 999 * 240 * 4 / both["median_ms"] / 1e6, abs=0.06)
     output = capsys.readouterr().out
-    assert f"{wrong} is noticed" in output
-    assert f"| small | {shape} | float32 | eager | forward |" in output
-    if case == "residual_norm":
-        name, damages = "ours", (lambda f: lambda x, update, gate, *rows, **kw: f(x, update, gate.abs(), *rows, **kw),)
-    elif case == "norm_rope":
-        name, damages = "ours", (lambda f: lambda x, w, cos, sin, **kw: f(x, w, cos, sin.abs(), **kw),)
-    else:
-        name, damages = "_gelu", (lambda f: lambda x, bias: f(x, bias.abs() if x.dtype == torch.float32 else bias),)
-    right = getattr(module, name)
-    for damage in (*damages, _enlarged):
-        monkeypatch.setattr(module, name, damage(right))
-        with pytest.raises(ValueError, match=r"is wrong, no speed is printed: (out|total) is off by"):
+    assert "the other sign of an input is noticed" in output
+    assert "| small | 2 x 3 x 999 x 80 | float32 | eager | forward |" in output
+    right = getattr(module, case)
+
+    def damaged_cases(damage):
+        return lambda p: (call._replace(function=damage(call.function)) for call in right(p))
+
+    def sign(f):
+        return lambda x, y, *rows, **kw: f(x, y.abs() if x.dtype == torch.float32 else y, *rows, **kw)
+
+    for damage in (sign, _enlarged):
+        monkeypatch.setattr(module, case, damaged_cases(damage))
+        with pytest.raises(ValueError, match=r"is wrong, no speed is printed: result 0 is off by"):
             bench.main([case, "--repeats", "1"])
-    monkeypatch.setattr(module, name, right)
-    tolerances = importlib.import_module("scripts.bench.norm_rope")._TOLERANCE
-    monkeypatch.setitem(tolerances, torch.float32, 10.0)
-    with pytest.raises(ValueError, match=f"does not notice {wrong}"):
+    monkeypatch.setattr(module, case, right)
+    monkeypatch.setitem(elementwise._TOLERANCE, torch.float32, 10.0)
+    with pytest.raises(ValueError, match="does not notice the other sign of input 0"):
         bench.main([case, "--repeats", "1"])
     with pytest.raises(ValueError, match=r"--shapes must be of small, pretrain_120m, wan1\.3b.*, got tiny"):
         bench.main([case, "--shapes", "tiny"])
     assert capsys.readouterr().out == ""
+
+
+def test_gpu_time_is_broken_down_as_in_a_profile(bench, monkeypatch):
+    breakdown = importlib.import_module("scripts.bench.timing").breakdown
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    x = torch.randn(1000, 1000)
+    kinds = breakdown(lambda: (x @ x).sin())
+    # without a GPU the kinds of the host's operators
+    assert {"linear layers", "elementwise and norms"} <= set(kinds)
+    assert not {"host: launches and Python", "idle: host and device wait", "waiting for data"} & set(kinds)
 
 
 def test_old_reports_still_print(bench, capsys, tmp_path):
