@@ -64,9 +64,8 @@ first_step() { # NAME SECONDS SETTINGS...: a few steps with an empty, then with 
 micro=(experiment=pretrain_120m "data.root=$OUT/latents-120m" data.batch_size=8 trainer.accumulate_grad_batches=1)
 for part in "${parts[@]}"; do
   case $part in
-    tests) run tests 300 "$python" -m pytest -q -p no:cacheprovider -m "not slow" tests/kernels/test_residual_norm.py \
-      tests/kernels/test_gated_residual.py tests/kernels/test_norm_rope.py tests/kernels/test_linear_gelu.py \
-      tests/models/test_compiled.py ;;
+    tests) run tests 300 "$python" -m pytest -q -p no:cacheprovider -m "not slow" \
+      $(grep -l tests.kernels.elementwise tests/kernels/test_*.py) tests/models/test_compiled.py ;;
     norm) bench residual_norm 90 ;;
     layer) bench layer 150 --shapes wan1.3b-480p --modes compiled ;;
     step) bench step 240 --shapes wan1.3b-480p --modes compiled --levels none ;;
