@@ -40,8 +40,7 @@ def checkpointed_except_attention(function: Callable[..., Result], *args: Any) -
 
 def _keep_attention(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     name = str(op)
+    attends = "scaled_dot_product" in name or "flash_attention" in name
     if name.startswith("vsa_kernels."):
         attends = not operator_of(name.split(".")[1]).elementwise
-    else:
-        attends = "scaled_dot_product" in name or "flash_attention" in name
     return CheckpointPolicy.MUST_SAVE if attends else CheckpointPolicy.PREFER_RECOMPUTE

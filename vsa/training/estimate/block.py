@@ -104,8 +104,7 @@ def _attention_outputs(shape: BlockShape) -> float:
     result_bytes = OPERATORS[shape.operator].result_bytes
     if not shape.tiles or result_bytes is None:
         return 2 * dense
-    head_dim = shape.dim // shape.heads
-    return dense + result_bytes(shape.tokens, shape.heads, head_dim, shape.tiles, shape.capacity)
+    return dense + result_bytes(shape.tokens, shape.heads, shape.dim // shape.heads, shape.tiles, shape.capacity)
 
 
 def _rms_norm(shape: BlockShape, numbers: int) -> float:
@@ -123,11 +122,6 @@ class Traffic(NamedTuple):
 
     forward: float
     backward: float
-
-
-def _moved(name: str) -> tuple[int, int]:
-    forward, backward = OPERATORS[name].moved
-    return HALF * forward, HALF * backward
 
 
 # bytes per element of the hidden states (C) and of the hidden layer (F), as (forward, backward). Eager: every operation
@@ -151,8 +145,8 @@ _COMPILED = {
     "RMSNorm, RoPE of q and k": (8, 20),
     "gate, residual, norm2": (8, 18),
     "RMSNorm of the second q": (4, 10),
-    "residual, norm3, modulation": _moved("residual_norm"),
-    "gate, residual of the feed-forward layer": _moved("gated_residual"),
+    "residual, norm3, modulation": [HALF * n for n in OPERATORS["residual_norm"].moved],
+    "gate, residual of the feed-forward layer": [HALF * n for n in OPERATORS["gated_residual"].moved],
     "biases, sum of the gradients of q, k, v": (0, 28),
 }
 _GELU = (4, 8)
