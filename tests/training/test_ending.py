@@ -391,7 +391,7 @@ def after(function: Callable) -> Callable:
     [
         (DiffusionModule, "configure_model", before, "stopped"),
         pytest.param(Samples, "on_train_end", before, "saved", marks=pytest.mark.slow),
-        pytest.param(L.Trainer, "_teardown", after, "stopped", marks=pytest.mark.slow),
+        pytest.param(L.Trainer, "_teardown", after, "saved", marks=pytest.mark.slow),
         (run_module, "train", after, "stopped"),
     ],
     ids=["while it is set up", "while its pictures are drawn", "when it is put away", "between two jobs"],
