@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from vsa.attention.full import FullAttention
+from vsa.attention.kept_tiles import KeptTiles
 from vsa.attention.video_sparse import VideoSparseAttention
 from vsa.models.init import without_memory
 from vsa.models.recompute import Level
@@ -108,8 +109,8 @@ def _wan() -> Iterator[Comparison]:
             file=file,
             calibrates=compiled and not sparse,
             job=Job(
-                networks=[network], latent_shape=(16, 16, 56, 104), text=512, topk=32, batch=1, level="full",
-                compiled=compiled, averaged=False, keeps_gradients=False, fused=False,
+                networks=[network], latent_shape=(16, 16, 56, 104), text=512, topk=KeptTiles.of(32), batch=1,
+                level="full", compiled=compiled, averaged=False, keeps_gradients=False, fused=False,
             ),
             milliseconds=row["median_ms"],
             # the measurement excludes weights and moments, which were allocated before the call
@@ -127,8 +128,8 @@ def _pretraining() -> Iterator[Comparison]:
             file=file,
             calibrates=False,
             job=Job(
-                networks=[_network(DIT_120M, 2 if sparse else None)], latent_shape=(16, 16, 64, 64), text=16, topk=32,
-                batch=8, level="full", compiled=compiled, fused=False,
+                networks=[_network(DIT_120M, 2 if sparse else None)], latent_shape=(16, 16, 64, 64), text=16,
+                topk=KeptTiles.of(32), batch=8, level="full", compiled=compiled, fused=False,
             ),
             milliseconds=row["step_seconds"] * 1e3,
             gib=row["memory_gib"],
@@ -159,8 +160,8 @@ def _distillation() -> Iterator[Comparison]:
                 file=file,
                 calibrates=False,
                 job=Job(
-                    networks=networks, latent_shape=(16, 16, 56, 104), text=512, topk=73, batch=1, level=level,
-                    compiled=mode == "compiled", keeps_gradients=False, sharded=sharded,
+                    networks=networks, latent_shape=(16, 16, 56, 104), text=512, topk=KeptTiles.of(73), batch=1,
+                    level=level, compiled=mode == "compiled", keeps_gradients=False, sharded=sharded,
                     fused=not sharded,
                 ),
                 milliseconds=mean["median_ms"],
@@ -181,7 +182,7 @@ def _ablation() -> Iterator[Comparison]:
             calibrates=False,
             job=Job(
                 networks=[_network(ABLATION, None if dense else 2, tiles[row["name"]])], latent_shape=(16, 16, 32, 32),
-                text=24, topk=row["topk"], batch=16, fused=False,
+                text=24, topk=KeptTiles.of(row["topk"]), batch=16, fused=False,
             ),
             milliseconds=row["step_s"] * 1e3,
             gib=row["mem"],
@@ -192,7 +193,7 @@ def _one_gpu() -> Iterator[Comparison]:
     """Compiled steps on one GPU without FSDP2, at level `none`: two of the bench, two of training runs."""
     file = "h200-2026-11-25-step-wan-1-3b"
     alone: dict[str, Any] = {"compiled": True, "sharded": False}
-    wan: dict[str, Any] = {"latent_shape": (16, 16, 56, 104), "text": 512, "topk": 32, "batch": 1} | alone
+    wan: dict[str, Any] = {"latent_shape": (16, 16, 56, 104), "text": 512, "topk": KeptTiles.of(32), "batch": 1} | alone
     for row in _read(file)["rows"]:
         if row["op"] == "free":
             continue
@@ -208,7 +209,7 @@ def _one_gpu() -> Iterator[Comparison]:
         )
     # before `residual_norm`; afterwards pretrain_120m took 330 ms, and its memory was not noted
     file = "h200-2026-11-24-profiles"
-    small: dict[str, Any] = {"latent_shape": (16, 16, 64, 64), "text": 16, "topk": 32, "batch": 8} | alone
+    small: dict[str, Any] = {"latent_shape": (16, 16, 64, 64), "text": 16, "topk": KeptTiles.of(32), "batch": 8} | alone
     runs = {
         "pretrain_120m, after": ("pretrain_120m, 8 x 16,384 tokens, K=32, level none, a run", DIT_120M, small),
         "Wan-1.3B, captions of 512 tokens, after": ("Wan-1.3B, two gates, K=32, level none, a run", WAN, wan),

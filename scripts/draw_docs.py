@@ -25,6 +25,7 @@ from matplotlib.patches import Rectangle
 from torch import Tensor
 
 from vsa.attention.context import AttnContext
+from vsa.attention.kept_tiles import KeptTiles
 from vsa.attention.layout import Segment
 from vsa.data.video_files import write_gif
 from vsa.errors import one_line_errors
@@ -72,7 +73,7 @@ def attention_weights(method: str, q: Tensor, k: Tensor, layer: int = 0) -> Tens
     if {"gate_compress", "gate_fine"} <= extra.keys():
         extra = {name: torch.full_like(gate, 0.5) for name, gate in extra.items()}
     q, k, v = (layout.permute(x).contiguous() for x in (q, k, torch.eye(tokens)[None, :, None]))
-    context = AttnContext(layout=layout, topk=parsed_method.kept(layout), layer_idx=layer)
+    context = AttnContext(layout=layout, topk=KeptTiles.of(parsed_method.kept(layout)), layer_idx=layer)
     return layout.unpermute(attention.attend_combine(q, k, v, extra, context))[0, :, 0]
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 
 from vsa.attention.context import AttnContext
+from vsa.attention.kept_tiles import KeptTiles
 from vsa.attention.layout import Segment
 from vsa.data.codecs import check_frames
 
@@ -35,7 +36,7 @@ def test_the_attention_method_equals_a_dense_mask():
         out = torch.nn.functional.scaled_dot_product_attention(*heads_first, attn_mask=mask).transpose(1, 2)
         return out, *torch.autograd.grad(out, inputs, grad)
 
-    ctx = AttnContext(layout=layout, topk=1)
+    ctx = AttnContext(layout=layout, topk=KeptTiles.of(1))
     out = method.attend_combine(q, k, v, method.project(q.flatten(2)), ctx)
     result = (out, *torch.autograd.grad(out, inputs, grad))
     torch.testing.assert_close(result, dense(1))

@@ -21,6 +21,7 @@ from vsa_kernels.testing import Case, assert_within_budget, define, make_case, r
 
 from vsa.attention.base import AttentionMethod
 from vsa.attention.context import AttnContext
+from vsa.attention.kept_tiles import KeptTiles
 from vsa.attention.layout import Segment
 from vsa.attention.video_sparse import VideoSparseAttention
 from vsa.models.blocks import Conditioning, TransformerBlock
@@ -321,7 +322,7 @@ class Layer:
             text=normal(batch, text_tokens, dim),
         )
         x, dout = (normal(batch, layout.num_tokens, dim) for _ in range(2))
-        ctx = AttnContext(layout=layout, topk=topk)
+        ctx = AttnContext(layout=layout, topk=KeptTiles.of(topk))
         return cls(block=block, x=x.requires_grad_(), dout=dout, cond=cond, ctx=ctx)
 
     def run_in(self, mode: str) -> Layer:

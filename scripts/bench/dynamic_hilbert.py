@@ -19,12 +19,12 @@ from torch import Tensor
 from vsa_kernels import block_sparse_attn
 from vsa_kernels.testing import Case
 
-from vsa.attention.denoising import Denoising, DenoisingPlan, row_at
+from vsa.attention.denoising import Denoising, DenoisingPlan
 from vsa.attention.dense import dense_index
 from vsa.attention.dynamic_hilbert import DynamicHilbertAttention
+from vsa.attention.kept_tiles import KeptTiles
 from vsa.attention.layout import Segment, TileLayout
 from vsa.attention.selection import select_blocks
-from vsa.attention.sparsity import constant_topk
 from vsa.evaluation.comparison.synthetic import draw_captures
 
 from .checks import check_forward
@@ -57,8 +57,8 @@ def dynamic_hilbert(shape: Shape, setup: Setup) -> Measured:
     scores = p.scores()
     by_op: dict[str, dict[str, Any]] = {}
     for topk in schedule.steps:
-        ops.append(Op(name=f"top-{topk}", call=partial(select_blocks, scores, topk), **plain))
-        case = replace(p.case, index=select_blocks(scores, topk))
+        ops.append(Op(name=f"top-{topk}", call=partial(select_blocks, scores, KeptTiles.of(topk)), **plain))
+        case = replace(p.case, index=select_blocks(scores, KeptTiles.of(topk)))
         for backend in setup.backends:
             call = partial(p.attend, case, backend)
             with torch.no_grad():
@@ -113,14 +113,13 @@ class Schedule:
         from omegaconf import OmegaConf
 
         plan: DenoisingPlan = instantiate(OmegaConf.load(_PLAN), _convert_="all")
-        topk, denoising = constant_topk(num_tiles, plan, num_tiles), Denoising(plan)
+        topk, denoising = plan.constant((num_tiles,), num_tiles), Denoising(plan)
         steps, selecting = Counter[int](), Counter[int]()
         for step in range(_STEPS):
             now = denoising.at(step, step / _STEPS)
             if now.dense:
                 continue
-            step_topk = row_at(topk, now.progress, step)
-            assert isinstance(step_topk, int)
+            step_topk = topk.at(now.progress, step).count
             steps[step_topk] += 1
             selecting[step_topk] += now.refresh
         return cls(steps, selecting)

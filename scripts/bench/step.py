@@ -49,7 +49,7 @@ class FreeAttention(AttentionMethod):
     def combine(self, parts: dict[str, Tensor], extra: dict[str, Tensor], ctx: AttnContext) -> Tensor:
         return parts["out"]
 
-    def pairs(self, layout: TileLayout, topk: int) -> float:
+    def pairs(self, layout: TileLayout, topk: float) -> float:
         return 0.0
 
 

@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 
 from tests.attention.test_configs import CONFIGS
 from vsa.attention.context import AttnContext
+from vsa.attention.kept_tiles import KeptTiles
 from vsa.attention.layout import Segment
 from vsa.attention.staged import StagedAttention
 from vsa.integrations.diffusers.ungated import UngatedVideoSparse
@@ -92,11 +93,11 @@ def run(method, qkv, topk=2, cast=None, gradients=False):
     hidden = torch.randn(1, TOKENS, SIZES["dim"], generator=generator).to(device)
     extra = {name: x.to(qkv[0].dtype) for name, x in method.project(hidden).items()}
     seen = {}
-    ctx = AttnContext(layout=layout, topk=topk, recorder=lambda _, tensors: seen.update(tensors))
+    ctx = AttnContext(layout=layout, topk=KeptTiles.of(topk), recorder=lambda _, tensors: seen.update(tensors))
     with torch.autocast(device.type, cast or torch.bfloat16, enabled=cast is not None):
         out = method(*parts, extra, ctx)
         # the way without a recorder, which may be one fused op
-        plain = method(*parts, extra, AttnContext(layout=layout, topk=topk))
+        plain = method(*parts, extra, AttnContext(layout=layout, topk=KeptTiles.of(topk)))
     assert out.isfinite().all() == plain.isfinite().all()
     found = [layout.unpermute(out), layout.unpermute(plain)]
     found += [seen[name] for name in ("kv_indices", "kv_num_blocks") if name in seen]
@@ -137,7 +138,7 @@ def test_mixed_dtypes_are_those_of_autocast():
     with torch.autocast("cpu", torch.bfloat16):
         layout = method.layout([Segment(GRID)], "cpu")
         gates = {name: torch.ones(1, TOKENS, 2, 8) for name in ("gate_compress", "gate_fine")}
-        ctx = AttnContext(layout=layout, topk=2)
+        ctx = AttnContext(layout=layout, topk=KeptTiles.of(2))
         out = method(q, k, v.bfloat16(), gates, ctx)
     low = method(q.bfloat16(), k.bfloat16(), v.bfloat16(), {n: x.bfloat16() for n, x in gates.items()}, ctx)
     assert out.dtype == torch.bfloat16

@@ -11,6 +11,7 @@ import torch
 from vsa.attention.compressed_kv import CompressedKV
 from vsa.attention.context import AttnContext
 from vsa.attention.grouped import GroupedAttention
+from vsa.attention.kept_tiles import KeptTiles
 from vsa.attention.layout import Segment
 
 GRIDS = [(4, 6, 4), (5, 3, 7), (1, 4, 4), (3, 9, 10)]
@@ -31,7 +32,9 @@ def run(method, grid, qkv):
     """Output and gradients in raster order."""
     layout = method.layout([Segment(grid)], "cpu")
     leaves = [x.clone().requires_grad_() for x in qkv]
-    out = method.attend_combine(*(layout.permute(x) for x in leaves), {}, AttnContext(layout=layout, topk=1))
+    out = method.attend_combine(
+        *(layout.permute(x) for x in leaves), {}, AttnContext(layout=layout, topk=KeptTiles.of(1))
+    )
     out = layout.unpermute(out)
     weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)
     return out, torch.autograd.grad((out * weights).sum(), leaves)
@@ -128,4 +131,4 @@ def test_bad_input():
         layout = method.layout(row)
         q = torch.zeros(1, 7, 2, 4)
         with pytest.raises(ValueError, match=r"takes rows of one video, got \['video', 'text'\]"):
-            method.attend(q, q, q, AttnContext(layout=layout, topk=1))
+            method.attend(q, q, q, AttnContext(layout=layout, topk=KeptTiles.of(1)))

@@ -12,6 +12,7 @@ from vsa_kernels import BlockIndex
 from tests.attention.oracle import cube_ids
 from vsa.attention.context import AttnContext
 from vsa.attention.grouped import GroupedAttention
+from vsa.attention.kept_tiles import KeptTiles
 from vsa.attention.layout import Segment
 from vsa.attention.scores import oracle_scores, random_scores
 from vsa.attention.staged import StagedAttention
@@ -24,7 +25,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:tiles .* are .* full")
 def selected(score, layout, q, k, topk, **options):
     method = StagedAttention(**SIZES, stages="f", tile_thw=layout.tile_thw, score=score, **options)
     lists = {}
-    ctx = AttnContext(layout=layout, topk=topk, recorder=lambda _, tensors: lists.update(tensors))
+    ctx = AttnContext(layout=layout, topk=KeptTiles.of(topk), recorder=lambda _, tensors: lists.update(tensors))
     method.attend(q, k, k, ctx)
     index = BlockIndex(kv_indices=lists["kv_indices"], kv_num_blocks=lists["kv_num_blocks"])
     return index.to_dense(layout.kv_blocks.num)
@@ -90,7 +91,9 @@ def test_random_scores_are_not_what_a_row_is_expected_to_attend_to():
         method = StagedAttention(**SIZES, stages="f", tile_thw=(1, 2, 2), score=score, fine_gate=False)
         layout = method.layout([Segment((2, 4, 4))])
         ctx = AttnContext(
-            layout=layout, topk=2, recorder=lambda _, tensors, score=score: records.update({score: tensors})
+            layout=layout,
+            topk=KeptTiles.of(2),
+            recorder=lambda _, tensors, score=score: records.update({score: tensors}),
         )
         q, k, v = torch.randn(3, 1, 32, 2, 4)
         method.attend(q, k, v, ctx)
@@ -112,5 +115,5 @@ def test_groups_tell_which_keys_a_token_sees(group):
     for key in (0, 24, 59):
         marks = torch.zeros(1, 60, 2, 4)
         marks[:, key] = 1
-        out = method.attend(q, k, marks, AttnContext(layout=layout, topk=1))["out"]
+        out = method.attend(q, k, marks, AttnContext(layout=layout, topk=KeptTiles.of(1)))["out"]
         assert torch.equal(out[0, tokens, 0, 0] > 0, sees[:, key])

@@ -20,14 +20,15 @@ from tests.sizes import SIZES
 from vsa.attention.base import AttentionMethod
 from vsa.attention.compressed_kv import CompressedKV
 from vsa.attention.context import AttnContext
-from vsa.attention.denoising import Denoising, DenoisingPlan, DenoisingTopk, progress_of, row_at
+from vsa.attention.denoising import Denoising, DenoisingPlan, progress_of
 from vsa.attention.full import FullAttention
 from vsa.attention.grouped import GroupedAttention
+from vsa.attention.kept_tiles import KeptTiles
 from vsa.attention.layout import Segment, TileLayout
 from vsa.attention.neighborhood.method import NeighborhoodAttention
 from vsa.attention.pooled_tail import PooledTail
-from vsa.attention.selection import SampleTopk, select_blocks
-from vsa.attention.sparsity import ConstantSparsity, SparsitySchedule, TokenBudgetSparsity, expected_topk
+from vsa.attention.selection import select_blocks
+from vsa.attention.sparsity import ConstantSparsity, SparsitySchedule, TokenBudgetSparsity
 from vsa.attention.sparsity_schedules import CosineSparsity, MissedMassSparsity, StaircaseSparsity
 from vsa.attention.staged import StagedAttention
 from vsa.attention.video_sparse import VideoSparseAttention
@@ -80,7 +81,8 @@ def made(make: Callable[..., AttentionMethod]) -> tuple[AttentionMethod, TileLay
 
 def context(layout: TileLayout, denoising: Denoising, topk: Any = 3, recorder: Any = None, **now: Any) -> AttnContext:
     now = {"step": 0, "progress": 0.0, **now}
-    return AttnContext(layout=layout, topk=topk, denoising=denoising.at(**now), recorder=recorder).layer(3)
+    ctx = AttnContext(layout=layout, topk=KeptTiles.of(topk), denoising=denoising.at(**now), recorder=recorder)
+    return ctx.layer(3)
 
 
 def selected(method: AttentionMethod, qkv: list[Tensor], extra: dict[str, Tensor], ctx: AttnContext) -> BlockIndex:
@@ -106,13 +108,14 @@ def test_what_holds_at_a_moment():
     plan = DenoisingPlan(topk_ranges=[(0, 0.1, 7)], sparsity_ranges=[(0.1, 0.5, 0.5)], step_topk=[(4, 2)])
     # the borders belong to what begins there, also where 1 - 900 / 1000 is below 0.1
     timesteps = (1000, 900.1, 900, 501, 500, 0)
-    budgets = [plan.budget_at(0, progress_of(t)) for t in timesteps]
-    assert budgets == [(7, None), (7, None), (None, 0.5), (None, 0.5), None, None]
-    assert plan.budget_at(4, 0.0) == (2, None)
-    assert plan.budget_at(None, 0.2) == (None, 0.5)
+    budgets = plan.on_grid((None,), lambda budget: (budget,))
+    expected = [(7, None), (7, None), (None, 0.5), (None, 0.5), None, None]
+    assert [budgets.at(progress_of(t), 0).layers for t in timesteps] == [(budget,) for budget in expected]
+    assert budgets.at(0.0, 4).layers == ((2, None),)
+    assert budgets.at(0.2).layers == ((None, 0.5),)
     topk = ConstantSparsity(topk=3, denoising=plan).topk_per_layer(0, TILES, 2)
-    assert [row_at(topk, progress_of(t), 0) for t in timesteps] == [7, 7, 6, 6, 3, 3]
-    assert (row_at(topk, 0.2, 9), row_at(5, 0.2, 9)) == (2, 5)
+    assert [topk.at(progress_of(t), 0).count for t in timesteps] == [7, 7, 6, 6, 3, 3]
+    assert (topk.at(0.2, 9).count, KeptTiles.of(5).at(0.2, 9).count) == (2, 5)
     assert not DenoisingPlan(dense_layers=[1]).follows_steps
     assert plan.changes() == {
         "topk_ranges": ((0, 0.1, 7),),
@@ -156,16 +159,18 @@ def test_a_reused_selection_is_that_of_the_pass_before(name):
     first, second = tensors(2, 1), tensors(2, 2)
     expected = method(*first, extra, replace(context(layout, denoising), denoising=None))
     assert torch.equal(method(*first, extra, context(layout, denoising)), expected)
-    selection = selected(method, first, extra, AttnContext(layout=layout, topk=3, layer_idx=3))
+    selection = selected(method, first, extra, AttnContext(layout=layout, topk=KeptTiles.of(3), layer_idx=3))
     later = context(layout, denoising, step=1)
     assert torch.equal(selected(method, second, extra, later).to_dense(TILES), selection.to_dense(TILES))
     actual = method(*second, extra, later)
-    assert torch.equal(actual, method(*second, extra, AttnContext(layout=layout, topk=3, selection=selection)))
+    assert torch.equal(
+        actual, method(*second, extra, AttnContext(layout=layout, topk=KeptTiles.of(3), selection=selection))
+    )
     # controls: its own selection; another top-k, layer or refresh selects anew
-    own = method(*second, extra, AttnContext(layout=layout, topk=3))
+    own = method(*second, extra, AttnContext(layout=layout, topk=KeptTiles.of(3)))
     assert (actual - own).abs().max() > 1e-3
     assert torch.equal(method(*second, extra, context(layout, denoising, step=2)), own)
-    other = method(*second, extra, AttnContext(layout=layout, topk=4))
+    other = method(*second, extra, AttnContext(layout=layout, topk=KeptTiles.of(4)))
     assert torch.equal(method(*second, extra, context(layout, denoising, topk=4, step=1)), other)
 
 
@@ -180,7 +185,10 @@ def test_texts_of_another_length_select_anew(lengths):
         qkv = tensors(2, step, length=LENGTH + text)
         actual, alone = (
             method.attend(*qkv, ctx)["fine"]
-            for ctx in (context(layout, denoising, step=step), AttnContext(layout=layout, topk=3, layer_idx=3))
+            for ctx in (
+                context(layout, denoising, step=step),
+                AttnContext(layout=layout, topk=KeptTiles.of(3), layer_idx=3),
+            )
         )
         rows.append(torch.equal(actual, alone))
     # the first pass of each length selects, the second reuses
@@ -212,7 +220,8 @@ def test_own_and_shared_caches_of_two_passes(name):
     method, layout, extra = made(SELECTING[name])
     cond, uncond = tensors(2, 1), tensors(2, 2)
     mine, theirs = (
-        selected(method, x, extra, AttnContext(layout=layout, topk=3)).to_dense(TILES) for x in (cond, uncond)
+        selected(method, x, extra, AttnContext(layout=layout, topk=KeptTiles.of(3))).to_dense(TILES)
+        for x in (cond, uncond)
     )
     assert not torch.equal(mine, theirs)
     for shared, expected in ((False, theirs), (True, mine)):
@@ -236,7 +245,7 @@ def test_a_shared_cache_of_guidance_in_one_batch(half):
     method, layout, _ = made(SELECTING["video_sparse"])
     extra = method.project(torch.randn(4, LENGTH, HEADS * DIM))
     qkv = tensors(4, 5)
-    own = selected(method, qkv, extra, AttnContext(layout=layout, topk=3)).to_dense(TILES)
+    own = selected(method, qkv, extra, AttnContext(layout=layout, topk=KeptTiles.of(3))).to_dense(TILES)
     leaders = own[:2] if half == "first" else own[2:]
     for refresh in (1, 2):
         denoising = Denoising(DenoisingPlan(shared_cache=True, refresh=refresh))
@@ -273,7 +282,9 @@ def test_a_dense_layer_keeps_the_gates_there_are():
     plan = DenoisingPlan(dense_steps=1)
     everything = made(partial(StagedAttention, tile_thw=TILE, stages="c_l", window_thw=(9, 9, 9)))[0]
     everything.load_state_dict(method.state_dict())
-    expected = everything(*tensors(2, 1), extra, AttnContext(layout=everything.layout((Segment(GRID),)), topk=1))
+    expected = everything(
+        *tensors(2, 1), extra, AttnContext(layout=everything.layout((Segment(GRID),)), topk=KeptTiles.of(1))
+    )
     assert (method(*tensors(2, 1), extra, context(layout, Denoising(plan))) - expected).abs().max() < 1e-5
 
 
@@ -288,11 +299,11 @@ def test_lists_of_samples_with_a_topk_of_their_own(data):
         batch, heads, rows, columns, generator=torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
     )
     counts = data.draw(st.lists(st.integers(1, columns + 2), min_size=batch, max_size=batch))
-    topk = SampleTopk(torch.tensor(counts, dtype=torch.int32), max(counts))
+    topk = KeptTiles((max(counts),), samples=torch.tensor(counts, dtype=torch.int32))
     index = select_blocks(scores, topk)
     assert index.max_blocks == min(max(counts), columns)
     for b, count in enumerate(counts):
-        alone = select_blocks(scores[b : b + 1], count).to_dense(columns)
+        alone = select_blocks(scores[b : b + 1], KeptTiles.of(count)).to_dense(columns)
         assert torch.equal(index.to_dense(columns)[b : b + 1], alone)
         # by definition: as many entries, none of the others above them
         mask = index.to_dense(columns)[b]
@@ -308,8 +319,9 @@ def test_lists_of_samples_with_masks(seed, columns, kind):
     candidates, other = (torch.rand(5, columns, generator=generator) < share for share in (0.7, 0.2))
     masks = {"masks": {"candidates": candidates, "always": other}, "none": {}}.get(kind, {kind: other})
     counts = torch.randint(1, columns + 1, (3,), generator=generator, dtype=torch.int32)
-    actual = select_blocks(scores, SampleTopk(counts, int(counts.max())), **masks).to_dense(columns)
-    alone = [select_blocks(scores[b : b + 1], int(counts[b]), **masks).to_dense(columns) for b in range(3)]
+    actual = select_blocks(scores, KeptTiles((int(counts.max()),), samples=counts), **masks).to_dense(columns)
+    each = [KeptTiles.of(count) for count in counts.tolist()]
+    alone = [select_blocks(scores[b : b + 1], each[b], **masks).to_dense(columns) for b in range(3)]
     assert torch.equal(actual, torch.cat(alone))
 
 
@@ -317,7 +329,8 @@ def test_the_lists_of_samples_have_room_for_the_text():
     """The lists of a top-k of 31 end at 32 entries, those that also name 10 text tiles do not."""
     always = torch.zeros(80, 80, dtype=torch.bool)
     always[:, 70:] = True
-    index = select_blocks(torch.rand(2, 1, 80, 80), SampleTopk(torch.tensor([31, 30]).int(), 31), always=always)
+    topk = KeptTiles((31,), samples=torch.tensor([31, 30]).int())
+    index = select_blocks(torch.rand(2, 1, 80, 80), topk, always=always)
     assert index.kv_num_blocks[:, 0].unique(dim=1).tolist() == [[41], [40]]
     assert torch.equal(index.to_dense(80).sum(-1), index.kv_num_blocks.long())
 
@@ -327,13 +340,14 @@ def test_samples_of_a_batch_are_what_they_are_alone(name):
     method, layout, extra = made(SELECTING[name])
     qkv = [x.requires_grad_() for x in tensors(2, 6)]
     counts = (2, 5)
-    ctx = AttnContext(layout=layout, topk=5, sample_topk=torch.tensor([counts], dtype=torch.int32)).layer(0)
+    topk = KeptTiles((5,), samples=torch.tensor([counts], dtype=torch.int32))
+    ctx = AttnContext(layout=layout, topk=topk).layer(0)
     actual = method(*qkv, extra, ctx)
     apart = [
         method(
             *(x[i : i + 1] for x in qkv),
             {n: x[i : i + 1] for n, x in extra.items()},
-            AttnContext(layout=layout, topk=k),
+            AttnContext(layout=layout, topk=KeptTiles.of(k)),
         )
         for i, k in enumerate(counts)
     ]
@@ -345,7 +359,7 @@ def test_samples_of_a_batch_are_what_they_are_alone(name):
     ):
         assert (ours - theirs).abs().max() < 1e-4
     # control: both with the top-k of one
-    assert (actual - method(*qkv, extra, AttnContext(layout=layout, topk=2))).abs().max() > 1e-3
+    assert (actual - method(*qkv, extra, AttnContext(layout=layout, topk=KeptTiles.of(2)))).abs().max() > 1e-3
 
 
 def test_samples_with_a_topk_of_their_own_against_a_dense_mask():
@@ -353,7 +367,7 @@ def test_samples_with_a_topk_of_their_own_against_a_dense_mask():
     gates = {name: torch.randn(2, LENGTH, HEADS, DIM, dtype=torch.float64) for name in ("gate_compress", "gate_fine")}
     qkv = tensors(2, 7, torch.float64)
     counts = torch.tensor([[2, TILES]], dtype=torch.int32)
-    ctx = AttnContext(layout=layout, topk=TILES, sample_topk=counts).layer(0)
+    ctx = AttnContext(layout=layout, topk=KeptTiles((TILES,), samples=counts)).layer(0)
     actual = layout.unpermute(
         method(*(layout.permute(x) for x in qkv), {n: layout.permute(g) for n, g in gates.items()}, ctx)
     )
@@ -369,14 +383,14 @@ def test_samples_with_a_topk_of_their_own_against_a_dense_mask():
 
 
 def test_samples_follow_the_ranges_by_their_timestep():
-    topk = DenoisingTopk(base=(3, 4), ranges=((0.0, 0.1, 7), (0.5, 1.0, (1, 2))), steps=((0, 9),))
+    topk = KeptTiles((3, 4), ranges=((0.0, 0.1, (7,)), (0.5, 1.0, (1, 2))), steps=((0, (9,)),))
     timestep = torch.tensor([1000.0, 900.0, 500.0, 501.0, 0.0])
     expected = [[7, 3, 1, 3, 3], [7, 4, 2, 4, 4]]
-    assert topk.per_sample(timestep, 2).tolist() == expected
-    assert [[row_at(topk, progress_of(float(t))) for t in timestep][i] for i in (0, 2)] == [7, (1, 2)]
+    assert topk.at_timesteps(timestep, 2).samples.tolist() == expected
+    assert [topk.at(progress_of(float(timestep[i]))) for i in (0, 2)] == [KeptTiles((7,)), KeptTiles((1, 2))]
     # given tokens have timestep 0
-    assert topk.per_sample(torch.stack([timestep, torch.zeros(5)], 1), 2).tolist() == expected
-    assert topk.largest(2) == (7, 7)
+    assert topk.at_timesteps(torch.stack([timestep, torch.zeros(5)], 1), 2).samples.tolist() == expected
+    assert topk.largest() == topk.at_timesteps(timestep, 2) == KeptTiles((7, 7))
 
 
 # schedules
@@ -402,17 +416,16 @@ def test_a_range_has_its_own_end_on_the_way_of_the_schedule(make):
             if each.measured and step:
                 each.observe(step, 0.3)
         topks = schedule.topk_per_layer(step, 20, 3)
-        assert isinstance(topks, DenoisingTopk)
-        assert topks.base == base.topk_per_layer(step, 20, 3)
+        assert topks.layers == base.topk_per_layer(step, 20, 3).layers
         first, second = (row for _, _, row in topks.ranges)
         assert first == (k := ends[0].topk(step, 20), 20, k)
         assert second[0] >= 5
         assert second[1] == 20
     # a quarter of the tiles in the end
     assert second == (5, 20, 5)
-    assert schedule.topk_per_layer(0, 20, 3, "dense") == 20
+    assert schedule.topk_per_layer(0, 20, 3, "dense") == KeptTiles((20,))
     half = schedule.topk_per_layer(13, 20, 3, "half")
-    assert [half.base, *(row for _, _, row in half.ranges)] == [(2, 20, 2), (5, 20, 5), (3, 20, 3)]
+    assert [half.layers, *(row for _, _, row in half.ranges)] == [(2, 20, 2), (5, 20, 5), (3, 20, 3)]
     if not schedule.measured:
         assert schedule.final_step(20) == max(each.final_step(20) for each in (*ends, base))
 
@@ -428,9 +441,9 @@ def test_ranges_that_a_grid_or_model_cannot_give_are_refused():
 
 
 def test_expected_tiles_over_samples():
-    topk = DenoisingTopk(base=4, ranges=((0.0, 0.25, (8, 12)),))
-    assert expected_topk(topk, 2, lambda start, stop: stop - start) == (5, 6)
-    assert expected_topk(4, 2, lambda start, stop: 0.0) == 4
+    topk = KeptTiles((4,), ranges=((0.0, 0.25, (8, 12)),))
+    assert topk.expected(lambda start, stop: stop - start) == KeptTiles((5, 6))
+    assert KeptTiles.of(4).expected(lambda start, stop: 0.0) == KeptTiles((4,))
 
 
 def test_a_method_follows_what_it_has_a_use_for():

@@ -20,9 +20,9 @@ from vsa.attention import dynamic_hilbert
 from vsa.attention.context import AttnContext, recorded_index
 from vsa.attention.denoising import DenoisingPlan
 from vsa.attention.dynamic_hilbert import DynamicHilbertAttention
+from vsa.attention.kept_tiles import Budget, KeptTiles
 from vsa.attention.layout import Segment
-from vsa.attention.selection import SampleTopk
-from vsa.attention.sparsity import ConstantSparsity, constant_topk, resolve_topk
+from vsa.attention.sparsity import ConstantSparsity
 from vsa.attention.staged import StagedAttention
 from vsa.attention.stats import density, visible_recall
 from vsa.evaluation.comparison.synthetic import draw_captures
@@ -123,7 +123,8 @@ def attention(q, k, v, mask):
 def run(method, setting, tensors, **context):
     """Output and mask `[H, L, L]`, both in raster order."""
     layout, records = method.layout(setting.segments), {}
-    ctx = AttnContext(layout=layout, topk=setting.topk, recorder=lambda _, values: records.update(values), **context)
+    context = {"topk": KeptTiles.of(setting.topk), **context}
+    ctx = AttnContext(layout=layout, recorder=lambda _, values: records.update(values), **context)
     out = layout.unpermute(method(*(layout.permute(x) for x in tensors), {}, ctx))
     lists = recorded_index(records).to_dense(layout.blocks.num)[0].expand(HEADS, -1, -1)
     rows = lists.repeat_interleave(layout.video_blocks.sizes, 1).repeat_interleave(layout.blocks.sizes, 2)
@@ -197,8 +198,8 @@ def test_the_whole_budget_is_dense_attention(texts):
     fewer, _ = run(setting.method(), replace(setting, topk=6), tensors)
     assert not torch.allclose(fewer, out, atol=1e-3)
     # as many as there are, of a sample among others, are all of them beside the text as well
-    counts = SampleTopk(torch.tensor([7], dtype=torch.int32), 7)
-    _, mask = run(setting.method(), setting, tensors, sample_topk=counts.counts)
+    counts = KeptTiles((7,), samples=torch.tensor([7], dtype=torch.int32))
+    _, mask = run(setting.method(), setting, tensors, topk=counts)
     assert mask.all()
 
 
@@ -232,7 +233,7 @@ def test_samples_of_a_row_do_not_see_each_other():
     together = [torch.cat(some, dim=1) for some in zip(*parts, strict=True)]
     method = Setting().method()
     layout = method.layout(segments)
-    ctx = AttnContext(layout=layout, topk=2)
+    ctx = AttnContext(layout=layout, topk=KeptTiles.of(2))
     out = layout.unpermute(method(*(layout.permute(x) for x in together), {}, ctx))
     expected = [run(method, replace(s, topk=2), x)[0] for s, x in zip(alone, parts, strict=True)]
     assert torch.allclose(out, torch.cat(expected, dim=1), atol=1e-12)
@@ -295,15 +296,15 @@ def test_shares_become_blocks_rounded_down():
     """kk = max(1, floor(budget * n)) for every budget and number of blocks, in whole numbers."""
     for n, percent in itertools.product(range(1, 400), (10, 20, 30, 50, 99)):
         sparsity = f"{(100 - percent) / 100:.2f}"
-        assert resolve_topk(sparsity, n, "down") == max(1, percent * n // 100)
-        assert resolve_topk(sparsity, n, "up") == -(-percent * n // 100)
+        assert Budget(sparsity=sparsity).tiles(n, "down") == max(1, percent * n // 100)
+        assert Budget(sparsity=sparsity).tiles(n, "up") == -(-percent * n // 100)
     # 0.3 - 0.2 of 930 is 92 in binary floats
     plan = plan_of("dfs")
-    topk = constant_topk(930, plan, 930)
-    assert [topk.at(0.5, step) for step in (11, 12, 23, 24, 35, 36, 49)] == [930, 279, 279, 186, 186, 93, 93]
+    topk = plan.constant((930,), 930)
+    assert [topk.at(0.5, step).count for step in (11, 12, 23, 24, 35, 36, 49)] == [930, 279, 279, 186, 186, 93, 93]
     # a budget of its own is rounded as those of the plan
     uneven = ConstantSparsity(sparsity=0.7, denoising=plan).topk_per_layer(0, 591, 2)
-    assert [uneven.at(0.5, step) for step in (0, 12, 24, 36)] == [177, 177, 118, 59]
+    assert [uneven.at(0.5, step).count for step in (0, 12, 24, 36)] == [177, 177, 118, 59]
     assert ConstantSparsity(sparsity=0.7).topk(0, 591) == 178
 
 
@@ -366,7 +367,7 @@ def denoise(plan: DenoisingPlan, steps: int, layers: int, monkeypatch) -> tuple[
     options = SampleSettings(
         steps=steps,
         guidance=3.0,
-        topk=constant_topk(tiles, plan, tiles),
+        topk=plan.constant((tiles,), tiles),
         denoising=plan,
         latent_shape=shape,
     )
@@ -421,7 +422,7 @@ def held(order: str, capture, topk: int) -> tuple[float, float]:
     q, k, v = (layout.permute(x) for x in (capture.q, capture.k, capture.v))
     blocks = [block for x in (q, k) for block in x.split(method.tokens, dim=1)]
     variance = float(torch.stack([block.var(1, correction=0).mean() for block in blocks]).mean())
-    ctx = AttnContext(layout=layout, topk=topk, recorder=lambda _, values: records.update(values))
+    ctx = AttnContext(layout=layout, topk=KeptTiles.of(topk), recorder=lambda _, values: records.update(values))
     method(q, k, v, {}, ctx)
     tokens = torch.arange(0, layout.num_tokens, 5)
     recall = visible_recall(q, k, recorded_index(records), tokens, layout.blocks, layout.blocks)

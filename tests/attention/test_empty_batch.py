@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from vsa.attention.context import AttnContext
+from vsa.attention.kept_tiles import KeptTiles
 from vsa.attention.layout import Segment
 from vsa.config import attention_config, build
 from vsa.config_files import choices
@@ -34,7 +35,7 @@ def test_a_batch_of_no_samples_passes(name, settings):
     for batch in (0, 1):
         q, k, v = (torch.ones(batch, 64, 2, 16).requires_grad_() for _ in range(3))
         x = torch.ones(batch, 64, 32)
-        ctx = AttnContext(layout=layout, topk=2)
+        ctx = AttnContext(layout=layout, topk=KeptTiles.of(2))
         outputs[batch] = method.attend_combine(q, k, v, method.project(x), ctx)
         outputs[batch].sum().backward()
         assert q.grad is not None

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from vsa.attention.context import AttnContext
 from vsa.attention.dense import attn_in_parts, cross_attn, query_parts
 from vsa.attention.full import FullAttention, dense_attn
+from vsa.attention.kept_tiles import KeptTiles
 from vsa.attention.layout import Segment
 
 
@@ -23,7 +24,7 @@ def test_samples_do_not_see_each_other():
     segments = [Segment((1, 1, 3), "text"), Segment((2, 3, 2)), Segment((1, 2, 3), "image", 1)]
     layout = method.layout(segments, "cpu")
     q, k, v = torch.randn(3, 2, 21, 2, 4).unbind(0)
-    ctx = AttnContext(layout=layout, topk=1)
+    ctx = AttnContext(layout=layout, topk=KeptTiles.of(1))
     out = method.attend_combine(q, k, v, method.project(torch.empty(2, 21, 8)), ctx)
     expected = torch.cat([softmax_attn(q[:, a:b], k[:, a:b], v[:, a:b]) for a, b in ((0, 15), (15, 21))], dim=1)
     assert torch.allclose(out.double(), expected, atol=1e-6)

@@ -10,6 +10,7 @@ import torch
 from tests.attention.oracle import cube_ids
 from vsa.attention.context import AttnContext
 from vsa.attention.full import dense_attn
+from vsa.attention.kept_tiles import KeptTiles
 from vsa.attention.layout import Segment
 from vsa.attention.pooled_tail import PooledTail
 
@@ -49,7 +50,7 @@ def run(method, grid, qkv, topk):
     layout = method.layout([Segment(grid)], "cpu")
     leaves = [x.clone().requires_grad_() for x in qkv]
     q, k, v = (layout.permute(x) for x in leaves)
-    out = layout.unpermute(method.attend_combine(q, k, v, {}, AttnContext(layout=layout, topk=topk)))
+    out = layout.unpermute(method.attend_combine(q, k, v, {}, AttnContext(layout=layout, topk=KeptTiles.of(topk))))
     return out, grads_of(out, leaves)
 
 
@@ -121,4 +122,4 @@ def test_pairs_and_bad_input():
         PooledTail(**SIZES, order=3)
     row = method.layout([Segment((4, 4, 4)), Segment((1, 1, 3), "text")])
     with pytest.raises(ValueError, match="takes rows of one video"):
-        method.attend(*[torch.zeros(1, 67, 4, 4)] * 3, AttnContext(layout=row, topk=1))
+        method.attend(*[torch.zeros(1, 67, 4, 4)] * 3, AttnContext(layout=row, topk=KeptTiles.of(1)))

@@ -11,6 +11,7 @@ from vsa_kernels import BlockIndex
 
 from vsa.attention.context import AttnContext
 from vsa.attention.full import FullAttention
+from vsa.attention.kept_tiles import KeptTiles
 from vsa.attention.layout import Segment
 from vsa.attention.pooled_tail import PooledTail
 from vsa.attention.staged import StagedAttention, Stages
@@ -27,9 +28,11 @@ def recorded(method, topk=3):
     q, k, v = (2 * torch.randn(1, math.prod(GRID), 2, 8, generator=generator) for _ in range(3))
     x = torch.randn(1, math.prod(GRID), 16, generator=generator)
     calls = []
-    ctx = AttnContext(layout=layout, topk=topk, recorder=lambda layer, tensors: calls.append((layer, tensors)))
+    ctx = AttnContext(
+        layout=layout, topk=KeptTiles.of(topk), recorder=lambda layer, tensors: calls.append((layer, tensors))
+    )
     out = method.attend_combine(q, k, v, method.project(x), ctx)
-    unseen = method.attend_combine(q, k, v, method.project(x), AttnContext(layout=layout, topk=topk))
+    unseen = method.attend_combine(q, k, v, method.project(x), AttnContext(layout=layout, topk=KeptTiles.of(topk)))
     assert torch.equal(out, unseen)
     return calls, out, (q, k, v), layout
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from vsa_kernels import select_topk
 
 from tests.sizes import SIZES
+from vsa.attention.kept_tiles import KeptTiles
 from vsa.attention.selection import (
     RowRule,
     Shares,
@@ -126,7 +127,7 @@ def problems_by_head(draw):
 def test_heads_have_shares_and_masks_of_their_own(problem, shares, crossing, topk):
     weights, compete, always = problem
     scores = torch.tensor([[[[math.log(w) for w in row] for row in head] for head in b] for b in weights]).double()
-    rule = Shares(torch.tensor(shares), crossing) if topk is None else topk
+    rule = Shares(torch.tensor(shares), crossing) if topk is None else KeptTiles.of(topk)
     actual = select_blocks(scores, rule, candidates=compete, always=always).to_dense(scores.shape[-1])
     compete, always = compete.expand(scores.shape), always.expand(scores.shape)
     for b, heads in enumerate(weights):
@@ -142,7 +143,7 @@ def test_heads_have_shares_and_masks_of_their_own(problem, shares, crossing, top
 def test_masks_of_heads_mean_the_same_as_masks_of_all(device):
     scores = torch.randn(2, 3, 5, 9, generator=torch.Generator().manual_seed(6)).to(device)
     always, candidates = (torch.rand(5, 9, generator=torch.Generator().manual_seed(i)).to(device) < 0.4 for i in (7, 8))
-    for rule in (4, RowRule(top_p=0.7), RowRule(topk=2, over="head"), RowRule(deviations=0.5)):
+    for rule in (KeptTiles.of(4), RowRule(top_p=0.7), RowRule(topk=2, over="head"), RowRule(deviations=0.5)):
         shared = select_blocks(scores, rule, candidates=candidates, always=always)
         own = {"candidates": candidates.expand(2, 3, 5, 9), "always": always.expand(1, 3, 5, 9)}
         assert torch.equal(shared.to_dense(9), select_blocks(scores, rule, **own).to_dense(9))
@@ -244,7 +245,7 @@ def test_bad_input():
     with pytest.raises(ValueError, match=r"union must be bool \[2, 3\] or \[1, 1, 2, 3\], got torch.bool \[3, 2\]"):
         select_blocks(scores, RowRule(topk=1), union=torch.zeros(3, 2, dtype=torch.bool))
     with pytest.raises(ValueError, match=r"always must be bool .* got torch.bool \[1, 2, 2, 3\]"):
-        select_blocks(scores, 1, always=torch.zeros(1, 2, 2, 3, dtype=torch.bool))
+        select_blocks(scores, KeptTiles.of(1), always=torch.zeros(1, 2, 2, 3, dtype=torch.bool))
     with pytest.raises(ValueError, match=r"share must be a number, or a float \[1\] or \[1, 1, 2\], got .*32 \[3\]"):
         select_blocks(scores, Shares(torch.ones(3)))
     with pytest.raises(ValueError, match=r"scores must be a float"):

@@ -11,13 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
+from vsa.attention.kept_tiles import Budget, KeptTiles
 from vsa.attention.sparsity import (
     ConstantSparsity,
     SparsitySchedule,
     TokenBudgetSparsity,
     check_points,
-    mean_topk,
-    resolve_topk,
 )
 from vsa.attention.sparsity_schedules import CosineSparsity, LinearSparsity, MissedMassSparsity, StaircaseSparsity
 from vsa.settings import arguments_of
@@ -42,12 +41,12 @@ CONFIGS = Path(__file__).parents[2] / "configs"
     ],
 )
 def test_known_values(sparsity, num_tiles, topk):
-    assert resolve_topk(sparsity, num_tiles) == topk
+    assert Budget(sparsity=sparsity).tiles(num_tiles) == topk
 
 
 @given(st.integers(0, 9999), st.integers(1, 5000))
 def test_is_the_exact_ceiling(ten_thousandths, num_tiles):
-    topk = resolve_topk(float(Decimal(ten_thousandths) / 10000), num_tiles)
+    topk = Budget(sparsity=float(Decimal(ten_thousandths) / 10000)).tiles(num_tiles)
     count = Fraction(10000 - ten_thousandths, 10000) * num_tiles
     assert topk == max(1, -(-count.numerator // count.denominator))
     assert 1 <= topk <= num_tiles
@@ -76,8 +75,8 @@ def test_constant():
         ),
         (lambda: ConstantSparsity(sparsity=-0.1), "got -0.1"),
         (lambda: ConstantSparsity(sparsity=float("nan")), "got nan"),
-        (lambda: resolve_topk("most", 4), "sparsity must be a number, got 'most'"),
-        (lambda: resolve_topk(0.5, 0), "num_tiles must be at least 1, got 0"),
+        (lambda: Budget(sparsity="most").tiles(4), "sparsity must be a number, got 'most'"),
+        (lambda: Budget(sparsity=0.5).tiles(0), "num_tiles must be at least 1, got 0"),
         (lambda: ConstantSparsity(topk=33).check(32), "topk=33 is above the number of tiles, 32"),
     ],
 )
@@ -150,10 +149,10 @@ def test_linear_and_cosine_end_at_the_target(kind, target, num_tiles, dense, tot
 )
 def test_rates_that_a_float_floor_misses(rate, target, short):
     schedule = StaircaseSparsity(dense_steps=50, interval=50, fraction=rate, sparsity=target)
-    assert schedule.topk(10**6, 364) == resolve_topk(target, 364)
+    assert schedule.topk(10**6, 364) == Budget(sparsity=target).tiles(364)
     # control: whole steps of the rate by a float floor stop short
     whole_steps = target // rate * rate
-    assert (resolve_topk(whole_steps, 364) != resolve_topk(target, 364)) == short
+    assert (Budget(sparsity=whole_steps).tiles(364) != Budget(sparsity=target).tiles(364)) == short
 
 
 def test_the_papers_annealing():
@@ -213,13 +212,13 @@ def test_layers_with_a_topk_of_their_own():
     schedule = StaircaseSparsity(
         dense_steps=2, interval=1, tiles=8, topk=4, dense_layers=[0, 3], layer_topk={"2": 6, 1: 99}
     )
-    assert schedule.topk_per_layer(0, 16, 5) == (16, 16, 6, 16, 16)
-    assert schedule.topk_per_layer(2, 16, 5) == (16, 16, 6, 16, 8)
-    assert schedule.topk_per_layer(0, 16, 5, "target") == (16, 16, 6, 16, 4)
-    assert schedule.topk_per_layer(9, 16, 5, "dense") == 16
+    assert schedule.topk_per_layer(0, 16, 5).layers == (16, 16, 6, 16, 16)
+    assert schedule.topk_per_layer(2, 16, 5).layers == (16, 16, 6, 16, 8)
+    assert schedule.topk_per_layer(0, 16, 5, "target").layers == (16, 16, 6, 16, 4)
+    assert schedule.topk_per_layer(9, 16, 5, "dense") == KeptTiles((16,))
     plain = ConstantSparsity(topk=4)
-    assert plain.topk_per_layer(0, 16, 5) == plain.topk_per_layer(0, 16, 5, "target") == 4
-    assert mean_topk((16, 99, 6, 16, 8), 16) == 12.4
+    assert plain.topk_per_layer(0, 16, 5) == plain.topk_per_layer(0, 16, 5, "target") == KeptTiles((4,))
+    assert KeptTiles((16, 99, 6, 16, 8)).mean(16) == 12.4
     with pytest.raises(ValueError, match="dense_layers has layer 3, but the model's layers are 0 to 2"):
         schedule.topk_per_layer(0, 16, 3)
     with pytest.raises(ValueError, match="layer_topk of layer 1=99 is above the number of tiles, 16"):
@@ -229,20 +228,20 @@ def test_layers_with_a_topk_of_their_own():
 def test_weights_are_looked_at_with_the_topk_of_their_last_step():
     schedule = StaircaseSparsity(dense_steps=2, interval=1, tiles=8, topk=4, dense_layers=[1])
     in_step = [schedule.topk_per_layer(step, 16, 2) for step in range(4)]
-    assert in_step == [(16, 16), (16, 16), (8, 16), (4, 16)]
+    assert [topk.layers for topk in in_step] == [(16, 16), (16, 16), (8, 16), (4, 16)]
     # after no step the weights are those that the first one starts with
     assert [schedule.topk_after(steps, 16, 2) for steps in range(5)] == [in_step[0], *in_step]
-    assert schedule.topk_after(3, 16, 2, "target") == (4, 16)
-    assert schedule.topk_after(3, 16, 2, "dense") == 16
+    assert schedule.topk_after(3, 16, 2, "target").layers == (4, 16)
+    assert schedule.topk_after(3, 16, 2, "dense") == KeptTiles((16,))
 
 
 def test_half_and_double_are_of_the_step_and_stay_between_one_and_all_tiles():
     schedule = StaircaseSparsity(dense_steps=1, interval=1, tiles=11, topk=1, dense_layers=[1], layer_topk={2: 3})
-    at = lambda point: [schedule.topk_per_layer(step, 16, 4, point) for step in range(3)]  # noqa: E731
+    at = lambda point: [schedule.topk_per_layer(step, 16, 4, point).layers for step in range(3)]  # noqa: E731
     assert at("current") == [(16, 16, 3, 16), (5, 16, 3, 5), (1, 16, 3, 1)]
     assert at("half") == [(8, 16, 2, 8), (3, 16, 2, 3), (1, 16, 2, 1)]
     assert at("double") == [(16, 16, 6, 16), (10, 16, 6, 10), (2, 16, 6, 2)]
-    assert ConstantSparsity(topk=4).topk_per_layer(0, 16, 2, "half") == 2
+    assert ConstantSparsity(topk=4).topk_per_layer(0, 16, 2, "half") == KeptTiles((2,))
 
 
 def test_missed_mass_goes_down_only_while_little_is_missed():

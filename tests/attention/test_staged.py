@@ -10,6 +10,7 @@ import torch
 
 from tests.attention.oracle import cube_ids
 from vsa.attention.context import AttnContext
+from vsa.attention.kept_tiles import KeptTiles
 from vsa.attention.layout import Segment
 from vsa.attention.staged import StagedAttention
 from vsa.attention.video_sparse import VideoSparseAttention
@@ -99,7 +100,7 @@ def run(method, layout, tensors, topk):
     q, k, v, *gates = (layout.permute(x) for x in leaves)
     extra = dict(zip(("fine", "compress", "window"), gates, strict=True))
     extra = {name: gate for name, gate in extra.items() if f"to_gate_{name}" in method.extra_modules()}
-    out = layout.unpermute(method.attend_combine(q, k, v, extra, AttnContext(layout=layout, topk=topk)))
+    out = layout.unpermute(method.attend_combine(q, k, v, extra, AttnContext(layout=layout, topk=KeptTiles.of(topk))))
     return out, grads_of(out, leaves)
 
 
@@ -159,7 +160,7 @@ def test_c_f_is_vsa():
     grid = (4, 6, 6)
     method, layout, tensors = make(grid, "c_f")
     q, k, v, fine, compress, _ = (layout.permute(x) for x in tensors)
-    ctx = AttnContext(layout=layout, topk=4)
+    ctx = AttnContext(layout=layout, topk=KeptTiles.of(4))
     vsa = VideoSparseAttention(**SIZES, tile_thw=TILE).double()
     ours = method.attend_combine(q, k, v, {"fine": fine, "compress": compress}, ctx)
     theirs = vsa.attend_combine(q, k, v, {"gate_fine": fine, "gate_compress": compress}, ctx)
@@ -229,7 +230,7 @@ def test_a_new_layer_is_its_fine_stage():
         method, layout, tensors = make((4, 4, 4), stages)
         x = torch.randn(2, 64, 8, dtype=torch.float64)
         q, k, v = (layout.permute(t) for t in tensors[:3])
-        ctx = AttnContext(layout=layout, topk=2)
+        ctx = AttnContext(layout=layout, topk=KeptTiles.of(2))
         out = method.attend_combine(q, k, v, method.project(x), ctx)
         assert torch.equal(out, method.attend(q, k, v, ctx)["fine"])
 
@@ -253,4 +254,4 @@ def test_bad_input():
     method = StagedAttention(**SIZES, stages="c_fl", tile_thw=TILE)
     layout = method.layout([Segment((1, 2, 2)), Segment((1, 2, 2), sample=1)])
     with pytest.raises(ValueError, match="takes rows of one video"):
-        method.attend(*[torch.zeros(1, 8, 2, 4)] * 3, AttnContext(layout=layout, topk=1))
+        method.attend(*[torch.zeros(1, 8, 2, 4)] * 3, AttnContext(layout=layout, topk=KeptTiles.of(1)))

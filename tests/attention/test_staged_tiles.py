@@ -12,6 +12,7 @@ from tests.attention.oracle import cube_ids
 from vsa.attention import pooled_tail
 from vsa.attention.context import AttnContext
 from vsa.attention.hilbert import hilbert_order
+from vsa.attention.kept_tiles import KeptTiles
 from vsa.attention.layout import Segment
 from vsa.attention.pooled_tail import PooledTail
 from vsa.attention.selection import select_blocks
@@ -101,7 +102,7 @@ def run(method, grid, tensors, topk):
     leaves = [x.clone().requires_grad_() for x in tensors]
     q, k, v, *gates = (layout.permute(x) for x in leaves)
     extra = dict(zip(("fine", "compress"), gates, strict=True))
-    out = layout.unpermute(method.attend_combine(q, k, v, extra, AttnContext(layout=layout, topk=topk)))
+    out = layout.unpermute(method.attend_combine(q, k, v, extra, AttnContext(layout=layout, topk=KeptTiles.of(topk))))
     return out, grads_of(out, leaves)
 
 
@@ -169,7 +170,9 @@ def run_fine(method, grid, tensors, topk):
     tensors = [*tensors[:3], torch.ones_like(tensors[3]), tensors[4]]
     layout = method.layout([Segment(grid)], "cpu")
     q, k, v, fine, _ = (layout.permute(x) for x in tensors)
-    return layout.unpermute(method.attend_combine(q, k, v, {"fine": fine}, AttnContext(layout=layout, topk=topk))), None
+    return layout.unpermute(
+        method.attend_combine(q, k, v, {"fine": fine}, AttnContext(layout=layout, topk=KeptTiles.of(topk)))
+    ), None
 
 
 def test_one_list_for_two_tiles_is_the_mean_of_their_scores():
@@ -231,7 +234,7 @@ def test_sub_blocks_rank_the_tiles_of_a_pooled_tail(monkeypatch):
     monkeypatch.setattr(
         pooled_tail, "select_blocks", lambda scores, rule: calls.append(scores) or select_blocks(scores, rule)
     )
-    method.attend(q, k, v, AttnContext(layout=layout, topk=topk))
+    method.attend(q, k, v, AttnContext(layout=layout, topk=KeptTiles.of(topk)))
     members = {name: members_of(grid, (2, 2, 2)) for name in ("q", "kv")}
     expected = scores_of(
         *(x.transpose(1, 2) for x in tensors[:2]),

@@ -14,6 +14,7 @@ from vsa_kernels.coarse_fine import reference
 from vsa.attention import stats
 from vsa.attention.context import AttnContext
 from vsa.attention.full import dense_attn
+from vsa.attention.kept_tiles import KeptTiles
 from vsa.attention.layout import Segment
 from vsa.attention.stats import neighbour_overlap, popularity
 from vsa.attention.video_sparse import VideoSparseAttention
@@ -170,7 +171,9 @@ def test_a_recorder_gets_what_the_output_is_made_of(fine_gate, topk):
     method = make_layer(gates=True, fine_gate=fine_gate, layer_idx=5)
     layout, q, k, v, x = make_row(method)
     calls = []
-    ctx = AttnContext(layout=layout, topk=topk, recorder=lambda layer, tensors: calls.append((layer, tensors)))
+    ctx = AttnContext(
+        layout=layout, topk=KeptTiles.of(topk), recorder=lambda layer, tensors: calls.append((layer, tensors))
+    )
     out = method.attend_combine(q, k, v, method.project(x), ctx)
     [(layer, records)] = calls
     assert layer == 5
@@ -197,7 +200,7 @@ def test_all_tiles_run_dense_while_the_coarse_stage_and_its_gate_train(monkeypat
     monkeypatch.setattr(reference, "block_sparse_attn", refuse)
     method = make_layer(gates=False, fine_gate=False)
     layout, q, k, v, x = make_row(method)
-    ctx = AttnContext(layout=layout, topk=layout.num_video_tiles)
+    ctx = AttnContext(layout=layout, topk=KeptTiles.of(layout.num_video_tiles))
     out = method.attend_combine(q, k, v, method.project(x), ctx)
     # a zero gate: the dense layer
     assert torch.equal(out, dense_attn(q, k, v))
@@ -217,7 +220,9 @@ def test_all_tiles_run_dense_while_the_coarse_stage_and_its_gate_train(monkeypat
     assert (grad - dense_grad).abs().max() > 1e-2
     # control: one tile less does run the kernel
     with pytest.raises(AssertionError, match="block-sparse kernel"):
-        method.attend_combine(q, k, v, method.project(x), AttnContext(layout=layout, topk=layout.num_video_tiles - 1))
+        method.attend_combine(
+            q, k, v, method.project(x), AttnContext(layout=layout, topk=KeptTiles.of(layout.num_video_tiles - 1))
+        )
 
 
 def lists_of(selected: torch.Tensor, head: int) -> list[set[int]]:

@@ -9,6 +9,7 @@ import torch
 
 from tests.kernels.interpreted import INTERPRETED, further
 from vsa.attention.context import AttnContext
+from vsa.attention.kept_tiles import KeptTiles
 from vsa.attention.layout import Segment
 from vsa.attention.pooled_tail import PooledTail
 from vsa.attention.staged import StagedAttention
@@ -30,7 +31,7 @@ def run(method, device):
     q, k, v, *gates = (layout.permute(x) for x in leaves)
     names = ("gate_compress", "gate_fine") if isinstance(method, VideoSparseAttention) else ("compress", "fine")
     extra = dict(zip(names, gates, strict=True))
-    out = layout.unpermute(method.attend_combine(q, k, v, extra, AttnContext(layout=layout, topk=1)))
+    out = layout.unpermute(method.attend_combine(q, k, v, extra, AttnContext(layout=layout, topk=KeptTiles.of(1))))
     grads = torch.autograd.grad(out.square().sum(), leaves, allow_unused=True)
     return [out, *(g for g in grads if g is not None)]
 

@@ -14,6 +14,7 @@ from tests.attention.oracle import cube_ids, video_sparse_oracle
 from vsa.attention import video_sparse
 from vsa.attention.base import AttentionMethod
 from vsa.attention.context import AttnContext
+from vsa.attention.kept_tiles import KeptTiles
 from vsa.attention.layout import Segment, TileLayout
 from vsa.attention.sparsity import ConstantSparsity
 from vsa.attention.video_sparse import VideoSparseAttention
@@ -44,7 +45,7 @@ def make_inputs(length: int, *, batch=2, dtype=torch.float32, device="cpu", seed
 def run_layer(method: AttentionMethod, layout: TileLayout, inputs, topk: int, **ctx) -> torch.Tensor:
     """Raster in, raster out, through the layout as the model does it."""
     q, k, v, x = (layout.permute(t) for t in inputs)
-    context = AttnContext(layout=layout, topk=topk, **ctx)
+    context = AttnContext(layout=layout, topk=KeptTiles.of(topk), **ctx)
     return layout.unpermute(method.attend_combine(q, k, v, method.project(x), context))
 
 
@@ -225,7 +226,7 @@ def test_gradcheck_through_the_whole_layer():
             for short in ("compress", "fine")
         }
         extra = {name: layout.permute(g).unflatten(-1, (2, 2)) for name, g in gate.items()}
-        ctx = AttnContext(layout=layout, topk=2)
+        ctx = AttnContext(layout=layout, topk=KeptTiles.of(2))
         return method.attend_combine(*(layout.permute(t) for t in (q, k, v)), extra, ctx)
 
     tensors = [*inputs, *(p.detach().clone().requires_grad_() for p in method.parameters())]
@@ -241,7 +242,7 @@ def test_identity_gates_at_the_start():
     layout = method.layout(SINGLE, "cpu")
     inputs = make_inputs(layout.num_tokens)
     q, k, v, x = (layout.permute(t) for t in inputs)
-    ctx = AttnContext(layout=layout, topk=3)
+    ctx = AttnContext(layout=layout, topk=KeptTiles.of(3))
     parts = method.attend(q, k, v, ctx)
     out = method.combine(parts, method.project(x), ctx)
     assert torch.equal(out, parts["fine"])
@@ -434,7 +435,7 @@ def test_split_path_equals_attend_combine():
         method = make_method()
         layout = method.layout(ROWS[row], "cpu")
         q, k, v, x = (layout.permute(t) for t in make_inputs(layout.num_tokens))
-        ctx = AttnContext(layout=layout, topk=topk)
+        ctx = AttnContext(layout=layout, topk=KeptTiles.of(topk))
         split = method.combine(method.attend(q, k, v, ctx), method.project(x), ctx)
         assert torch.equal(method.attend_combine(q, k, v, method.project(x), ctx), split)
 
@@ -471,7 +472,7 @@ def test_split_over_heads_and_tokens():
     method = make_method()
     layout = method.layout(MIXED, "cpu")
     q, k, v, x = (layout.permute(t) for t in make_inputs(layout.num_tokens))
-    ctx = AttnContext(layout=layout, topk=2)
+    ctx = AttnContext(layout=layout, topk=KeptTiles.of(2))
     halves = [method.attend(q[:, :, h], k[:, :, h], v[:, :, h], ctx) for h in (slice(0, 1), slice(1, 2))]
     parts = {name: torch.cat([half[name] for half in halves], dim=2) for name in halves[0]}
     out = method.combine(parts, method.project(x), ctx)
@@ -502,8 +503,8 @@ def test_changing_topk_does_not_recompile():
     def layer(q, k, v, x, ctx):
         return method.attend_combine(q, k, v, method.project(x), ctx)
 
-    base = AttnContext(layout=layout, topk=(9, *range(31, 1, -1)))
-    for index in range(len(base.topk)):
+    base = AttnContext(layout=layout, topk=KeptTiles((9, *range(31, 1, -1))))
+    for index in range(len(base.topk.layers)):
         ctx = base.layer(index)
         with torch.no_grad():
             out = layer(q, k, v, x, ctx)
@@ -519,7 +520,9 @@ def test_changing_topk_does_not_recompile():
         (lambda: run_layer(make_method(), make_method().layout(SINGLE), make_inputs(105), 0), "at least 1, got 0"),
         (lambda: run_layer(make_method(), make_method().layout(TEXT), make_inputs(122), 0), "at least 1, got 0"),
         (
-            lambda: make_method().attend(*make_inputs(4)[:3], AttnContext(layout=make_method().layout(SINGLE), topk=1)),
+            lambda: make_method().attend(
+                *make_inputs(4)[:3], AttnContext(layout=make_method().layout(SINGLE), topk=KeptTiles.of(1))
+            ),
             "q must have the 105 tokens of the layout, got 4",
         ),
     ],

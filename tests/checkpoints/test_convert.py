@@ -435,12 +435,10 @@ def test_exported_topk_is_that_of_the_last_step_trained(name, step, run_template
         weights="model",
     )
     for row, tiles, shape in zip(sparse.grid_topk, TILES, SHAPES, strict=True):
-        expected = schedule.topk_per_layer(max(step - 1, 0), tiles, 2)
-        expected = (expected,) * 2 if isinstance(expected, int) else expected
+        expected = schedule.topk_per_layer(max(step - 1, 0), tiles, 2).by_layer(2)
         assert row == expected
         assert sparse.layer_topk(tiles) == expected
-        actual = run.settings(latent_shape=shape).topk
-        assert ((actual,) * 2 if isinstance(actual, int) else actual) == expected
+        assert run.settings(latent_shape=shape).topk.by_layer(2) == expected
     assert sparse.dense_layers == tuple(SCHEDULES[name].get("dense_layers", ()))
     by_count = name in ("topk", "budget_0", "tokens", "stairs", "cosine", "measured")
     assert sparse.budget == (0.5 if name == "budget_half" else "count" if by_count else "fraction")

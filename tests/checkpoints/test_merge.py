@@ -207,7 +207,7 @@ def test_everything_that_reads_runs_reads_the_merged_one(runs):
     assert same(dict(run.model.named_parameters()), tensors)
     settings = run.settings()
     # a quarter of 8 tiles, as the sparse run was last trained
-    assert (run.weights, settings.topk, settings.step_list, settings.steps) == ("model", 2, tuple(STEPS), 3)
+    assert (run.weights, settings.topk.number, settings.step_list, settings.steps) == ("model", 2, tuple(STEPS), 3)
     clip = generate(run, ["a red circle"], settings)
     # control: the sparse run alone makes another clip at the same steps
     rewrite(runs.folder / "sparse", step_list=STEPS)

@@ -16,7 +16,6 @@ from vsa.checkpoints.exported_sparsity import ExportedSparsity
 from vsa.checkpoints.sparse_config import (
     SPARSE_CONFIG,
     SparseAttentionConfig,
-    TopkRange,
     read_sparse_config,
     write_sparse_config,
 )
@@ -29,7 +28,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:tiles .* full:UserWarning")
 def test_sparse_config_round_trip(tmp_path):
     config = config_of(
         random_sparse(),
-        topk_ranges=(TopkRange(start=0, stop=0.25, grid_topk=((10, 12),)),),
+        topk_ranges=((0, 0.25, ((10, 12),)),),
         dense_layers=(0,),
         dense_steps=2,
         step_list=(1000.0, 757.0, 522.0),
@@ -77,7 +76,7 @@ SETTINGS = ours(WINDOWS).blocks[0].method.settings()
     [
         ({"grid_topk": ((30, 29),)}, r"neighborhood selects no tiles, its grid_topk must be all of \[30\]"),
         ({"refresh": 2}, "denoising has refresh=2, but neighborhood selects no tiles"),
-        ({"topk_ranges": (TopkRange(start=0, stop=1, grid_topk=((30, 30),)),)}, "neighborhood selects no tiles"),
+        ({"topk_ranges": ((0, 1, ((30, 30),)),)}, "neighborhood selects no tiles"),
         ({"grids": ((3, 3, 10),)}, "window of height must be at most its 3 tokens, got 4"),
         ({"method": "video_sparse"}, "settings=.* do not go with method=video_sparse"),
         ({"settings": None}, "settings=None do not go with method=neighborhood"),
@@ -116,7 +115,7 @@ def test_settings_of_sparge_that_are_constants_now_are_read():
 
 def test_topk_of_another_grid_layer_and_moment():
     model = random_sparse()
-    later = TopkRange(start=0.0, stop=0.5, grid_topk=((15, 30),))
+    later = (0.0, 0.5, ((15, 30),))
     config = config_of(model, grid_topk=((3, 6),), budget="fraction", topk_ranges=(later,), dense_steps=1)
     assert config.layer_topk(30) == (3, 6)
     # a share is rounded up: 3 of 30 are 1.1 of 11
@@ -128,7 +127,7 @@ def test_topk_of_another_grid_layer_and_moment():
     assert replace(config, budget=0.5).layer_topk(120) == (6, 12)
     assert replace(config, dense_layers=(1,)).layer_topk(60) == (6, 60)
     sparsity = ExportedSparsity(config_of(model, grid_topk=((3, 6),), budget="fraction", dense_layers=(1,)))
-    rows = [sparsity.topk_per_layer(0, 60, 2, at) for at in ("current", "half", "double")]
+    rows = [sparsity.topk_per_layer(0, 60, 2, at).layers for at in ("current", "half", "double")]
     assert rows == [(6, 60), (3, 60), (12, 60)]
 
 
@@ -136,10 +135,10 @@ def test_trained_grids_have_the_topk_they_were_trained_with():
     # no rule makes these rows of each other
     rows, tiles = ((9, 4), (7, 2), (1, 3)), (30, 12, 4)
     grids = ((3, 6, 10), (3, 4, 6), (1, 4, 4))
-    early = TopkRange(start=0.0, stop=0.5, grid_topk=((30, 1), (12, 5), (2, 2)))
+    early = (0.0, 0.5, ((30, 1), (12, 5), (2, 2)))
     config = config_of(random_sparse(), grid_topk=rows, num_tiles=tiles, grids=grids, topk_ranges=(early,))
     config = SparseAttentionConfig.from_json(config.to_json())
-    for row, other, count in zip(rows, early.grid_topk, tiles, strict=True):
+    for row, other, count in zip(rows, early[2], tiles, strict=True):
         assert config.layer_topk(count) == row
         assert config.layer_topk(count, progress=0.2) == other
         assert replace(config, dense_layers=(1,)).layer_topk(count) == (row[0], count)
@@ -178,9 +177,9 @@ def test_trained_grids_have_the_topk_they_were_trained_with():
             "budget=half: expected one of count, fraction or a number from 0 to 1, got 'half'",
         ),
         ({"guidance_form": "cfg"}, "got 'cfg'"),
-        ({"topk_ranges": (TopkRange(start=0.5, stop=0.5, grid_topk=((1, 1),)),)}, "got 0.5 and 0.5"),
+        ({"topk_ranges": ((0.5, 0.5, ((1, 1),)),)}, "got 0.5 and 0.5"),
         (
-            {"topk_ranges": (TopkRange(start=0, stop=1, grid_topk=((1,),)),)},
+            {"topk_ranges": ((0, 1, ((1,),)),)},
             "of topk_ranges must have one entry per layer, got 1",
         ),
         ({"golden": "golden.safetensors"}, "golden and golden_tolerance come together"),

@@ -21,6 +21,7 @@ from PIL import Image
 from tests.pictures import drawn, pictures_left_out  # noqa: F401
 from tests.states import rewrite_state
 from tests.tiny_runs import vsa_command
+from vsa.attention.kept_tiles import KeptTiles
 from vsa.checkpoints.run_checkpoint import read_checkpoint, write_checkpoint
 from vsa.config import build
 from vsa.data.codecs import HaarCodec
@@ -287,7 +288,7 @@ def test_another_run_as_reference(tiny: Path, write_tiny_run, tmp_path: Path, mo
     run, other = load_run(tiny, device="cpu"), load_run(dense, device="cpu")
     settings = run.settings(steps=1)
     prompts = ["a red circle", "a blue square"]
-    expected = psnr(generate(run, prompts, settings), generate(other, prompts, replace(settings, topk=1)))
+    expected = psnr(generate(run, prompts, settings), generate(other, prompts, replace(settings, topk=KeptTiles.of(1))))
     assert record["metrics"]["psnr"] == pytest.approx(expected, rel=1e-6)
     # a run against itself
     vsa_command("evaluate", str(dense), *QUICK, "--no-val-loss", "--reference", str(dense), "--min-psnr", "500")

@@ -71,6 +71,7 @@ def test_a_file_for_every_head_and_its_page(captures, tmp_path, command_line):  
         heads = method.file.found[layer]
         assert all(h.error < 0.5 for h in heads)
         sparsities += [h.sparsity for h in heads]
+        assert method.expected_share == pytest.approx(sum(1 - h.sparsity for h in heads) / len(heads), rel=1e-12)
         with (out / "tuning" / f"layer-{layer:03}.csv").open() as file:
             assert len(file.readlines()) == 1 + 4 * 6
     assert max(sparsities) > 0.1

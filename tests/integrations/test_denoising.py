@@ -12,7 +12,7 @@ from torch import Tensor
 from tests.integrations import tiny
 from tests.tiny_runs import make_config, vsa_command, write_run
 from vsa.attention.denoising import DenoisingPlan
-from vsa.checkpoints.sparse_config import TopkRange, read_sparse_config
+from vsa.checkpoints.sparse_config import read_sparse_config
 from vsa.diffusion.flow_matching import noise_like
 from vsa.diffusion.sampler import euler_sigmas, guide, sample_euler
 from vsa.integrations.diffusers import applied_attention, apply, load_sparse, remove
@@ -90,8 +90,8 @@ def test_what_an_export_says_of_a_plan(tmp_path: Path):
     vsa_command("convert", folder, tmp_path / "export", "--no-golden")
     sparse = read_sparse_config(tmp_path / "export")
     assert sparse.num_tiles == (8, 4)
-    assert sparse.topk_ranges == (TopkRange(start=0, stop=0.5, grid_topk=((6, 6), (4, 4))),)
-    assert [(part.step, part.grid_topk) for part in sparse.step_topk] == [(3, ((4, 4), (2, 2)))]
+    assert sparse.topk_ranges == ((0, 0.5, ((6, 6), (4, 4))),)
+    assert sparse.step_topk == ((3, ((4, 4), (2, 2))),)
     assert (sparse.dense_layers, sparse.dense_steps, sparse.refresh, sparse.shared_cache) == ((1,), 2, ((2, 3),), True)
     assert [sparse.layer_topk(8, progress=0.2, step=step) for step in (1, 2, 3)] == [(8, 8), (6, 8), (4, 8)]
     assert '"schema_version": 2' in (tmp_path / "export" / "sparse_attention.json").read_text()
@@ -112,7 +112,7 @@ def test_guidance_in_one_batch_follows_its_conditional_half():
         attention = apply(case.model, topk=3, tile_thw=tiny.TILE, denoising=DenoisingPlan(shared_cache=shared))
         for guided, latents in ((True, same), (False, case.inputs[name])):
             outs[shared, guided] = case.run(**{name: latents})
-        assert attention.budget.denoising.shared_cache == shared
+        assert attention.plan.shared_cache == shared
         remove(case.model)
     # pipelines put the unconditional half first
     assert tiny.difference(outs[True, True][1], outs[False, True][1]) < 1e-6

@@ -18,7 +18,7 @@ from tests.integrations import tiny
 from tests.integrations.oracle import masked_attention
 from tests.tiny_runs import vsa_command
 from vsa.attention.video_sparse import VideoSparseAttention
-from vsa.checkpoints.sparse_config import SparseAttentionConfig, TopkRange, read_sparse_config, write_sparse_config
+from vsa.checkpoints.sparse_config import SparseAttentionConfig, read_sparse_config, write_sparse_config
 from vsa.checkpoints.wan import export_pretrained
 from vsa.checkpoints.weight_source import open_network
 from vsa.data.video_files import read_video
@@ -192,8 +192,8 @@ def test_dense_steps_and_ranges_of_a_sparse_transformer(folder, exported, tmp_pa
     # two steps: the first from pure noise, the second in the later half
     always = [
         {"dense_steps": 2},
-        {"topk_ranges": (TopkRange(start=0.0, stop=1.0, grid_topk=full),)},
-        {"dense_steps": 1, "topk_ranges": (TopkRange(start=0.5, stop=1.0, grid_topk=full),)},
+        {"topk_ranges": ((0.0, 1.0, full),)},
+        {"dense_steps": 1, "topk_ranges": ((0.5, 1.0, full),)},
     ]
     for i, changes in enumerate(always):
         pipe = open_pipeline(folder, transformer=changed(exported, tmp_path / f"always{i}", **changes))
@@ -201,7 +201,7 @@ def test_dense_steps_and_ranges_of_a_sparse_transformer(folder, exported, tmp_pa
     results = [plain, every]
     once = [
         {"dense_steps": 1},
-        {"topk_ranges": (TopkRange(start=0.5, stop=1.0, grid_topk=full),)},
+        {"topk_ranges": ((0.5, 1.0, full),)},
     ]
     for i, changes in enumerate(once):
         results.append(latents(open_pipeline(folder, transformer=changed(exported, tmp_path / f"once{i}", **changes))))
@@ -477,7 +477,7 @@ def test_sample_runs_a_list_of_steps(folder, distilled, tmp_path):
     [
         (["--size", "50", "80"], "height and width must be multiples of 16, got 50 x 80"),
         (["--frames", "6"], r"frames must be 1 \+ a multiple of 4, got 6"),
-        (["--topk", "99", "--tile", "1", "2", "2"], "topk 99 of layer 0 is above the 12 tiles"),
+        (["--topk", "99", "--tile", "1", "2", "2"], "topk=99 is above the number of tiles, 12"),
         (["--topk", "2", "--sparsity", "0.5"], "exactly one of topk and sparsity"),
         (
             ["--method", "spargel", "--topk", "2"],

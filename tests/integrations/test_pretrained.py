@@ -22,7 +22,6 @@ from vsa.attention.video_sparse import VideoSparseAttention
 from vsa.checkpoints.sparse_config import (
     SPARSE_CONFIG,
     SparseAttentionConfig,
-    TopkRange,
     read_sparse_config,
     write_sparse_config,
 )
@@ -112,7 +111,7 @@ def test_a_base_model_of_the_caller_and_a_pipeline_folder(exported, tmp_path):
 @torch.no_grad()
 def test_budget_of_the_file_follows_step_progress_and_grid(exported):
     model, folder = exported
-    early = TopkRange(start=0.0, stop=0.5, grid_topk=((8, 9),))
+    early = (0.0, 0.5, ((8, 9),))
     config = dataclasses.replace(read_sparse_config(folder), dense_steps=1, topk_ranges=(early,), dense_layers=(1,))
     write_sparse_config(folder, config)
     transformer = load_sparse(folder)

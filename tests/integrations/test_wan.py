@@ -246,6 +246,7 @@ WINDOW = {"window_thw": (3, 3, 3)}
         (dict(sparsity=1), "sparsity=1.0: expected a number of at least 0 and below 1"),
         (dict(topk=0), "topk=0: expected an integer of at least 1, or null, got 0"),
         (dict(topk=(3, 2, 1)), "topk must have one entry for each of the 2 layers, got 3"),
+        (dict(topk=(3,)), "topk must have one entry for each of the 2 layers, got 1"),
         (dict(topk=2, dense_layers=(2,)), r"dense_layers must be in 0\.\.1, got 2"),
         (dict(topk=2, dense_steps=-1), "dense_steps=-1: expected an integer of at least 0, got -1"),
         (
@@ -288,8 +289,8 @@ def test_bad_options_are_refused_and_nothing_changes(options, message):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (dict(topk=13), r"topk 13 of layer 0 is above the 12 tiles of grid \(3, 5, 7\)"),
-        (dict(sparsity=0.95), r"sparsity 0\.95 keeps less than one of the 12 tiles .*, at most 0\.9167 is possible"),
+        (dict(topk=13), r"grid \(3, 5, 7\): topk=13 is above the number of tiles, 12"),
+        (dict(sparsity=0.95), r"grid .*: sparsity=0\.95 leaves less than one of 12 tiles, at most 0\.9167"),
     ],
 )
 def test_a_budget_the_grid_cannot_give_is_refused(options, message):

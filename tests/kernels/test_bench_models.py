@@ -171,6 +171,7 @@ def test_text_encoder_and_vae_are_added_to_both(bench, denoise, monkeypatch, tmp
 
 def test_what_is_denoised_is_what_the_samplers_make(bench, denoise, monkeypatch):
     pytest.importorskip("omegaconf")
+    from vsa.attention.kept_tiles import KeptTiles
     from vsa.diffusion.rollout import rollout
     from vsa.sampling.pipeline import SampleSettings, sample_latents
 
@@ -196,8 +197,8 @@ def test_what_is_denoised_is_what_the_samplers_make(bench, denoise, monkeypatch)
         assert torch.equal(few, rollout(velocity, clip.noise, clip.seeds, (1000, 757, 522), 2))
         apart, together = (clip.many_steps(clip.guided(models["dense"], 8, form), 4) for form in (False, True))
         settings = SampleSettings(
-            steps=4, guidance=5.0, flow_shift=3.0, topk=8, latent_shape=tuple(clip.noise.shape[1:]),
-            batch_size=1, text_padding="zeros",
+            steps=4, guidance=5.0, flow_shift=3.0, topk=KeptTiles.of(8),
+            latent_shape=tuple(clip.noise.shape[1:]), batch_size=1, text_padding="zeros",
         )  # fmt: skip
         samples = sample_latents(models["dense"], Captions(), ["a"], clip.seeds, settings)
     assert torch.allclose(apart, together, atol=1e-4)
@@ -241,12 +242,12 @@ def test_calls_of_seconds_are_warmed_up_as_they_say(bench):
 
 
 def test_distillation_is_measured_at_its_published_sparsity(bench):
-    from vsa.attention.sparsity import resolve_topk
+    from vsa.attention.kept_tiles import Budget
 
     cases, problems = (importlib.import_module(f"scripts.bench.{name}") for name in ("cases", "problems"))
     for case in ("distill", "denoise"):
         (shape,) = problems.choose_shapes(cases.CASES[case].gpu_shapes, False, torch.device("cuda"))
         # 61 frames of 448 x 832 in latents of 16 x 56 x 104
         assert shape.tokens == 16 * 28 * 52
-        assert shape.topk == resolve_topk(0.8, shape.tiles)
+        assert shape.topk == Budget(sparsity=0.8).tiles(shape.tiles)
         assert importlib.import_module("scripts.bench.step").named_model(shape) == "wan_1_3b"

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 
-from vsa.attention.denoising import Denoising, DenoisingPlan, DenoisingTopk, progress_of
+from vsa.attention.denoising import Denoising, DenoisingPlan, progress_of
+from vsa.attention.kept_tiles import KeptTiles
 from vsa.attention.pooled_tail import PooledTail
 from vsa.attention.video_sparse import VideoSparseAttention
 from vsa.models.video_dit import VideoDiT
@@ -18,7 +19,7 @@ from vsa.models.video_dit import VideoDiT
 pytestmark = pytest.mark.filterwarnings("ignore:tiles .* full")
 
 SHAPE, TILES = (16, 3, 10, 8), 12
-TOPK = DenoisingTopk(base=(3, 4), ranges=((0.0, 0.25, TILES), (0.5, 0.75, (2, 5))))
+TOPK = KeptTiles((3, 4), ranges=((0.0, 0.25, (TILES,)), (0.5, 0.75, (2, 5))))
 METHODS = {"video_sparse": VideoSparseAttention, "tail": partial(PooledTail, score="mass")}
 
 
@@ -50,7 +51,7 @@ def test_samples_of_a_batch_have_the_topk_of_their_range(method):
     model, (latents, timestep, text) = model_of(METHODS[method]), inputs(5)
     actual = losses(model, latents, timestep, text, topk=TOPK)
     rows = [TILES, (3, 4), (2, 5), (2, 5), (3, 4)]
-    assert [TOPK.at(progress_of(float(t))) for t in timestep] == rows
+    assert [TOPK.at(progress_of(float(t))) for t in timestep] == [KeptTiles.of(row) for row in rows]
     alone = [
         losses(model, latents[i : i + 1], timestep[i : i + 1], text[i : i + 1], topk=k) for i, k in enumerate(rows)
     ]
@@ -76,7 +77,7 @@ def test_a_pass_of_a_denoising_says_what_holds():
     for step, progress, expected in ((0, 0.6, TILES), (1, 0.6, (2, TILES)), (1, 0.9, (3, TILES))):
         actual = model(*arguments, topk=TOPK, denoising=denoising.at(step, progress))
         assert torch.equal(actual, model(*arguments, topk=expected))
-    schedule = replace(TOPK, steps=((2, 1),))
+    schedule = replace(TOPK, steps=((2, (1,)),))
     actual = model(*arguments, topk=schedule, denoising=Denoising(DenoisingPlan()).at(2, 0.6))
     assert torch.equal(actual, model(*arguments, topk=1))
 

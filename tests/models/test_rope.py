@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from vsa.attention.context import AttnContext
 from vsa.attention.full import FullAttention
+from vsa.attention.kept_tiles import KeptTiles
 from vsa.attention.layout import Segment
 from vsa.models.blocks import QKNorm, TransformerBlock
 from vsa.models.compute_dtype import compute_in
@@ -101,7 +102,7 @@ def test_self_attention_norms_and_rotates_as_ever_on_a_cpu(dtype, monkeypatch):
 
     def run():
         out = block.self_attention(
-            h.to(dtype or h.dtype), rope_tables(grid, 12, CPU), AttnContext(layout=layout, topk=1)
+            h.to(dtype or h.dtype), rope_tables(grid, 12, CPU), AttnContext(layout=layout, topk=KeptTiles.of(1))
         )
         return out, *torch.autograd.grad(out.float().sin().sum(), (h, *block.attn1.parameters()))
 

@@ -57,10 +57,10 @@ def test_settings_left_out_come_from_the_run(run: LoadedRun):
     settings = run.settings()
     assert settings.latent_shape == LATENT_SHAPE
     assert settings.flow_shift == 3.0
-    assert settings.topk == 2  # a quarter of 8 tiles
-    assert run.settings(sparsity=0.5).topk == 4
-    assert run.settings(topk=7).topk == 7
-    assert run.settings(latent_shape=[16, 1, 8, 8]).topk == 1
+    assert settings.topk.number == 2  # a quarter of 8 tiles
+    assert run.settings(sparsity=0.5).topk.number == 4
+    assert run.settings(topk=7).topk.number == 7
+    assert run.settings(latent_shape=[16, 1, 8, 8]).topk.number == 1
 
 
 def test_a_run_is_sampled_as_it_samples_itself(tiny_config, write_tiny_run, tmp_path: Path):
@@ -308,7 +308,7 @@ def test_a_distilled_run_is_sampled_at_its_step_list(distilled: LoadedRun, run: 
     settings = distilled.settings()
     assert (settings.steps, settings.step_list, settings.guidance, settings.flow_shift) == (3, STEPS, 1.0, 1.0)
     assert distilled.settings(guidance=2.0).guidance == 2.0
-    assert distilled.settings(sparsity=0.5).topk == 4
+    assert distilled.settings(sparsity=0.5).topk.number == 4
     record = json.loads(json.dumps(settings_dict(settings, distilled)))
     assert (record["steps"], record["step_list"]) == (3, list(STEPS))
     assert settings_dict(run.settings(), run)["step_list"] is None

@@ -12,6 +12,7 @@ import lightning as L
 import pytest
 import torch
 
+from vsa.attention.kept_tiles import KeptTiles
 from vsa.attention.sparge.method import SpargeAttention
 from vsa.checkpoints.convert import Conversion, convert
 from vsa.checkpoints.run_checkpoint import read_checkpoint
@@ -195,7 +196,7 @@ def test_windows_start_from_dense_weights_and_have_no_topk(training):
     for row in rows.values():
         assert float(row["sparsity/density"]) == pytest.approx(density)
         assert float(row["sparsity/topk"]) == pytest.approx(8 * density)
-    assert run.settings().topk == run.settings(at="dense").topk == 8
+    assert run.settings().topk == run.settings(at="dense").topk == KeptTiles((8,))
     assert generate(run, ["a red circle"], run.settings(steps=1)).isfinite().all()
     for name, value in {"topk": 2, "sparsity": 0.5}.items():
         with pytest.raises(ValueError, match=f"^{name} {value} has no meaning for NeighborhoodAttention: it selects"):

@@ -8,8 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from vsa.attention.denoising import DenoisingTopk
-from vsa.attention.sparsity import expected_topk
+from vsa.attention.kept_tiles import KeptTiles
 from vsa.diffusion import flow_matching as fm
 from vsa.evaluation.evaluator import validation_loss
 from vsa.objectives.flow_matching import FlowMatchingLoss
@@ -80,7 +79,7 @@ def test_every_sample_trains_at_the_topk_of_its_range(training, monkeypatch):
 
     run = load_run(training.folder(), weights="ema", device="cpu")
     topk = run.settings().topk
-    assert topk == DenoisingTopk(base=2, ranges=((0, 0.3, 8), (0.6, 1, 1)))
+    assert topk == KeptTiles((2,), ranges=((0, 0.3, (8,)), (0.6, 1, (1,))))
     state = training.last().state
     assert validation_loss(run, state, batch_size=4)["val/loss"] == pytest.approx(
         float(metrics[4]["val/loss"]), rel=1e-4
@@ -131,6 +130,6 @@ def test_shares_of_noise_levels_are_those_of_the_draws(distribution, shift):
     objective = FlowMatchingLoss(
         shift=fm.FlowShift(value=shift), distribution=distribution, logit_mean=0.3, logit_std=1.2
     )
-    topk = DenoisingTopk(base=4, ranges=((0.0, 0.3, 8),))
-    mean = expected_topk(topk, 2, lambda start, stop: objective.progress_share(start, stop, 32))
-    assert mean == pytest.approx(4 + 4 * (sigmas > 0.7).double().mean().item(), abs=1e-3)
+    topk = KeptTiles((4,), ranges=((0.0, 0.3, (8,)),))
+    mean = topk.expected(lambda start, stop: objective.progress_share(start, stop, 32))
+    assert mean.number == pytest.approx(4 + 4 * (sigmas > 0.7).double().mean().item(), abs=1e-3)

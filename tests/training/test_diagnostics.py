@@ -16,6 +16,7 @@ import vsa.training.train as run_module
 from tests.pictures import drawn, leave_out, pictures_left_out  # noqa: F401
 from tests.tiny_runs import TinyTraining
 from vsa.attention.full import dense_attn
+from vsa.attention.kept_tiles import KeptTiles
 from vsa.attention.sparsity import ConstantSparsity
 from vsa.checkpoints.run_checkpoint import read_checkpoint
 from vsa.checkpoints.run_folder import RunFolder
@@ -178,7 +179,7 @@ def test_a_measured_schedule_follows_what_is_measured(training, measured):
         [1 - float(rows[step]["diag/recall"]) for step in (2, 4, 6)], abs=1e-6
     )
     # the weights are sampled at the top-k they had
-    assert load_run(measured.folder(), device="cpu").settings().topk == 2
+    assert load_run(measured.folder(), device="cpu").settings().topk.number == 2
     # nothing may be missed: one step down, from all tiles, then none
     training("run=strict", *LOOK, *MEASURED, "sparsity.max_missed=0.001", "trainer.max_steps=5")
     rows = training.metrics("strict")
@@ -324,7 +325,7 @@ def test_one_topk_of_a_step_wherever_it_is_looked_at(training):
         assert read_table(folder, step)["topk"] == topk
         assert json.loads((folder / "samples" / name / "samples.json").read_text())["topk"] == topk
         run = load_run(folder / "checkpoints" / name, device="cpu")
-        assert run.settings().topk == topk
+        assert run.settings().topk.number == topk
         state = read_checkpoint(folder / "checkpoints" / name).state
         loss = validation_loss(run, state, batch_size=16)["val/loss"]
         logged_loss = float(rows[step]["val/loss"])
@@ -347,7 +348,7 @@ def test_clips_at_all_tiles_beside_those_of_the_step(training):
     assert (records["current"]["topk"], records["current"]["sparsity"]) == ([8, 2], 1 - 10 / 16)
     assert (records["dense"]["topk"], records["dense"]["sparsity"]) == (8, 0)
     run = load_run(training.folder(), device="cpu")
-    assert run.settings(at="target").topk == run.settings().topk == (8, 2)
+    assert run.settings(at="target").topk == run.settings().topk == KeptTiles((8, 2))
     clips = [generate(run, ["a red circle moving left slowly"], run.settings(steps=2, at=at)) for at in records]
     assert not torch.equal(*clips)
     assert (training.folder() / "attention.png").exists()

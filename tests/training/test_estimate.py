@@ -16,6 +16,7 @@ from vsa_kernels.coarse_fine import op, triton_op
 from benchmarks.estimates import Comparison, comparisons
 from tests.tiny_runs import composed
 from vsa.attention.full import FullAttention
+from vsa.attention.kept_tiles import KeptTiles
 from vsa.attention.video_sparse import VideoSparseAttention
 from vsa.data.parallel_dims import ParallelDims
 from vsa.models.blocks import TransformerBlock
@@ -54,7 +55,14 @@ def _network(size: tuple[Any, ...], attention: Any) -> VideoDiT:
 def _job(model: VideoDiT, size: tuple[Any, ...], **settings: Any) -> Job:
     samples, (t, h, w), text, *_ = size
     network = PlannedNetwork(name="model", model=model, passes={TRAINING: 1.0}, updates=1.0)
-    return Job(networks=[network], latent_shape=(16, t, 2 * h, 2 * w), text=text, topk=4, batch=samples, **settings)
+    return Job(
+        networks=[network],
+        latent_shape=(16, t, 2 * h, 2 * w),
+        text=text,
+        topk=KeptTiles.of(4),
+        batch=samples,
+        **settings,
+    )
 
 
 def _kept(model: VideoDiT, job: Job, monkeypatch: pytest.MonkeyPatch) -> int:
@@ -165,15 +173,15 @@ def test_the_workspace_of_tiles_of_128_belongs_to_the_backward_of_a_block():
     """ds of each pair of tiles that a query tile keeps, 128 x 128 numbers of 2 bytes, in every head."""
     attention = partial(VideoSparseAttention, tile_thw=(4, 4, 8))
     size = (1, (16, 32, 32), 16, 3, 128, 256)
-    job = replace(_job(_network(size, attention), size), topk=20)
+    job = replace(_job(_network(size, attention), size), topk=KeptTiles.of(20))
     kept = 128 * 20 * 128 * 128 * 2 * 3
     on_hopper = replace(job, chip=(9, 0))
     assert _block(on_hopper).workspace == kept
     assert turn_bytes(_block(on_hopper), "none") > turn_bytes(_block(job), "none") + 0.8 * kept
-    for other in (job, replace(job, chip=(8, 0)), replace(on_hopper, topk=128)):
+    for other in (job, replace(job, chip=(8, 0)), replace(on_hopper, topk=KeptTiles.of(128))):
         assert _block(other).workspace == 0
     small = _network(size, VideoSparseAttention)
-    assert _block(replace(_job(small, size), topk=20, chip=(9, 0))).workspace == 0
+    assert _block(replace(_job(small, size), topk=KeptTiles.of(20), chip=(9, 0))).workspace == 0
 
 
 def _block(job: Job) -> BlockShape:
@@ -196,7 +204,7 @@ def _wan(*, gates: int = 1, **settings: Any) -> Job:
             text_dim=4096,
         )
     network = PlannedNetwork(name="model", model=model, passes={TRAINING: 1.0}, updates=1.0)
-    arguments = {"latent_shape": (16, 16, 56, 104), "text": 512, "topk": 32, "batch": 1} | settings
+    arguments = {"latent_shape": (16, 16, 56, 104), "text": 512, "topk": KeptTiles.of(32), "batch": 1} | settings
     return Job(networks=[network], **arguments)
 
 

@@ -65,6 +65,9 @@ class AttentionMethod(nn.Module):
     predicts = False
     """Whether another rule than a top-k selects kv tiles from q and k; `AttnContext.select` can reuse the selection."""
 
+    expected_share: float = 1.0
+    """Share of the kv tiles that a rule without a fixed count is expected to keep."""
+
     training_free: str | None = None
     """Name of a method whose mask is a constant to the gradient; it takes gradients with `allow_training` only."""
 
@@ -165,9 +168,19 @@ class AttentionMethod(nn.Module):
         lists of tiles; None: the recorded index has them."""
         return None
 
-    def pairs(self, layout: TileLayout, topk: int) -> float:
-        """Executed query-key pairs of one row and one head (FLOPs = 4 * D * pairs forward)."""
+    def pairs(self, layout: TileLayout, topk: float) -> float:
+        """Executed query-key pairs of one row and one head (FLOPs = 4 * D * pairs forward).
+
+        Args:
+            layout: layout of the method.
+            topk: video kv tiles per query tile, a mean where it varies; for another rule the number that it is expected
+                to keep.
+        """
         raise NotImplementedError
+
+    def expected_pairs(self, layout: TileLayout) -> float:
+        """`pairs` with all tiles, or with the `expected_share` of them."""
+        return self.pairs(layout, layout.num_video_tiles * self.expected_share)
 
 
 def own_settings(method: type[AttentionMethod]) -> tuple[str, ...]:

@@ -11,8 +11,8 @@ from torch import Tensor
 from vsa_kernels import BlockIndex
 
 from vsa.attention.denoising import DenoisingPass, Half
+from vsa.attention.kept_tiles import KeptTiles
 from vsa.attention.layout import TileLayout
-from vsa.attention.selection import SampleTopk
 
 Recorder = Callable[[int, dict[str, Tensor]], None]
 """Called as `recorder(layer_idx, tensors)` by methods that expose their internals; see `AttnContext.record`."""
@@ -38,10 +38,9 @@ class AttnContext:
 
     Args:
         layout: division of the tokens into segments and tiles.
-        topk: video kv tiles per video query tile: one int, or one per layer before `layer()` is called. Clamped to the
-            number of tiles of each sample. With `sample_topk` the largest of them.
+        topk: video kv tiles per video query tile, of one layer after `layer()`. Clamped to the number of tiles of each
+            sample.
         layer_idx: index of the layer, set by `layer()`.
-        sample_topk: int32 `[B]` where the samples of a batch have different top-k (`[layers, B]` before `layer()`).
         denoising: step, progress and cached selections of a denoising pass; None in training. Methods themselves hold
             no run state.
         dense: whether the layer is dense in this pass, set by `layer()`: `topk` is all tiles then, and a method that
@@ -51,9 +50,8 @@ class AttnContext:
     """
 
     layout: TileLayout
-    topk: int | tuple[int, ...]
+    topk: KeptTiles
     layer_idx: int = 0
-    sample_topk: Tensor | None = None
     denoising: DenoisingPass | None = None
     dense: bool = False
     selection: BlockIndex | None = None
@@ -65,28 +63,27 @@ class AttnContext:
         Args:
             q: `[B, L, H, D]` queries of the row.
         """
-        if isinstance(self.topk, tuple):
+        if len(self.topk.layers) != 1:
             raise ValueError(f"expected the top-k of one layer, got {self.topk}: use ctx.layer(index)")
-        if self.topk < 1:
+        if self.topk.count < 1:
             raise ValueError(f"topk must be at least 1, got {self.topk}")
         if q.shape[1] != self.layout.num_tokens:
             raise ValueError(f"q must have the {self.layout.num_tokens} tokens of the layout, got {q.shape[1]}")
-        return self.topk
+        return self.topk.count
 
     def layer(self, index: int) -> AttnContext:
-        """The context of one layer, with a scalar top-k: a tuple in a compiled block would recompile at every layer."""
-        topk = self.topk if isinstance(self.topk, int) else self.topk[index]
-        now, sample_topk = self.denoising, None if self.sample_topk is None else self.sample_topk[index]
+        """The context of one layer: the top-k of all layers in a compiled block would recompile at every layer."""
+        topk, now = self.topk.layer(index), self.denoising
         if now is None:
-            return replace(self, topk=topk, layer_idx=index, sample_topk=sample_topk)
+            return replace(self, topk=topk, layer_idx=index)
         dense = now.dense or index in now.dense_layers
-        topk = self.layout.num_video_tiles if dense else topk
-        ctx = replace(self, topk=topk, layer_idx=index, sample_topk=sample_topk, dense=dense)
+        topk = KeptTiles((self.layout.num_video_tiles,)) if dense else topk
+        ctx = replace(self, topk=topk, layer_idx=index, dense=dense)
         if now.cache is None or now.refresh or dense:
             return ctx
         # read here, because a mapping would break the graph of a compiled block
         kept_topk, selection = now.cache.get(ctx._place, (None, None))
-        return replace(ctx, selection=selection if kept_topk == topk else None)
+        return replace(ctx, selection=selection if kept_topk == topk.count else None)
 
     @property
     def keeps_selection(self) -> bool:
@@ -102,22 +99,20 @@ class AttnContext:
     def plain_topk(self) -> bool:
         """Whether the selection is a plain top-k that is neither cached nor reused."""
         shared = self.denoising is not None and self.denoising.leaders is not None
-        return self.sample_topk is None and self.selection is None and not self.keeps_selection and not shared
+        return self.topk.samples is None and self.selection is None and not self.keeps_selection and not shared
 
-    def select(self, choose: Callable[[int | SampleTopk], BlockIndex]) -> BlockIndex:
+    def select(self, choose: Callable[[KeptTiles], BlockIndex]) -> BlockIndex:
         """The selection of this layer: the cached one where this pass reuses it, else `choose(topk)`.
 
         Every method selects through this function, so that selections are cached, reused and shared in one way.
         """
         if self.selection is not None:
             return self.selection
-        assert isinstance(self.topk, int)
-        topk = self.topk if self.sample_topk is None else SampleTopk(self.sample_topk, self.topk)
-        index = choose(topk)
+        index = choose(self.topk)
         if self.denoising is not None and self.denoising.leaders is not None:
             index = _follow(index, self.denoising.leaders)
         if self.denoising is not None and self.denoising.cache is not None:
-            self.denoising.cache[self._place] = (self.topk, index)
+            self.denoising.cache[self._place] = (self.topk.count, index)
         return index
 
     @property

@@ -10,44 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import lru_cache
 from itertools import pairwise
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
-import torch
-from torch import Tensor
-
+from vsa.attention.kept_tiles import Budget, KeptTiles, Rounding, last_from
 from vsa.settings import AtLeastOne, Count, Share, ShareBelowOne, checked
-
-Row = int | tuple[int, ...]
-"""Kv tiles per query tile: one number for all layers, or one per layer."""
 
 
 def progress_of(timestep: float) -> float:
     """Denoising progress at a timestep in 0..1000: 0 is pure noise, 1 is clean."""
     # in floating point 1 - 900 / 1000 would be below 0.1
     return (1000 - timestep) / 1000
-
-
-def range_at(ranges: Sequence[tuple[float, float]], progress: float) -> int | None:
-    """Index of the range (start, stop) that contains a progress, the stop excluded; None if no range does."""
-    return next((i for i, (start, stop) in enumerate(ranges) if start <= progress < stop), None)
-
-
-def last_from(starts: Sequence[int], step: int | None) -> int | None:
-    """Index of the last of the ascending starts at or before a step; None without such a start or without a step."""
-    return None if step is None else max((i for i, start in enumerate(starts) if start <= step), default=None)
-
-
-Rounding = Literal["up", "down"]
-"""Rounding of a share of the tiles to a number of tiles, which is at least one."""
-
-
-class Budget(NamedTuple):
-    """A top-k or a sparsity; exactly one of the two."""
-
-    topk: int | None = None
-    sparsity: float | None = None
 
 
 _DENSE, _KEPT = ("dense_steps", "dense_layers"), ("refresh", "shared_cache")
@@ -132,14 +105,6 @@ class DenoisingPlan:
         """Whether passes differ, so that step and progress must be known."""
         return self.dense_steps > 0 or bool(self.ranges or self.steps) or self.keeps_selections
 
-    def budget_at(self, step: int | None, progress: float) -> Budget | None:
-        """The budget that the plan sets at a step or progress, None if it sets none; dense steps are not considered."""
-        steps, ranges = self.steps, self.ranges
-        if (i := last_from([start for start, _ in steps], step)) is not None:
-            return steps[i][1]
-        range_index = range_at([(start, stop) for start, stop, _ in ranges], progress)
-        return None if range_index is None else ranges[range_index][2]
-
     def selects_anew(self, step: int) -> bool:
         """Whether a step makes a new selection."""
         first, interval = 0, self.refresh
@@ -148,15 +113,17 @@ class DenoisingPlan:
             first, interval = (0, 1) if i is None else interval[i]
         return (step - max(first, self.dense_steps)) % interval == 0
 
-    def on_grid(self, base: Row, row: Callable[[Budget], Row]) -> Topk:
-        """Top-k on one grid: `row(budget)` where the plan sets a budget, and `base` elsewhere."""
-        if not self.ranges and not self.steps:
-            return base
-        return DenoisingTopk(
-            base=base,
-            ranges=tuple((start, stop, row(budget)) for start, stop, budget in self.ranges),
-            steps=tuple((step, row(budget)) for step, budget in self.steps),
+    def on_grid(self, layers: tuple[float, ...], layers_of: Callable[[Budget], tuple[float, ...]]) -> KeptTiles:
+        """Tiles kept on one grid: `layers_of(budget)` where the plan sets a budget, and `layers` elsewhere."""
+        return KeptTiles(
+            layers,
+            ranges=tuple((start, stop, layers_of(budget)) for start, stop, budget in self.ranges),
+            steps=tuple((step, layers_of(budget)) for step, budget in self.steps),
         )
+
+    def constant(self, layers: tuple[int, ...], num_tiles: int) -> KeptTiles:
+        """Tiles kept on a grid of `num_tiles`: `layers`, or those of the plan's budgets, which all layers share."""
+        return self.on_grid(layers, lambda budget: (budget.tiles(num_tiles, self.rounding),))
 
     def refuse_without_topk(self, method: str, *, predicts: bool = False) -> None:
         """Raise ValueError for an option of the plan that has no effect on a method without a top-k.
@@ -187,77 +154,6 @@ class DenoisingPlan:
         return {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
 
 
-@dataclass(frozen=True, kw_only=True)
-class DenoisingTopk:
-    """Top-k on one grid that changes during a denoising.
-
-    Args:
-        base: top-k outside of the ranges and before the steps.
-        ranges: start and stop (excluded) of a range of progress, and the top-k in it.
-        steps: ascending steps with the top-k from each step on; they have priority over the ranges.
-    """
-
-    base: Row
-    ranges: tuple[tuple[float, float, Row], ...] = ()
-    steps: tuple[tuple[int, Row], ...] = ()
-
-    def at(self, progress: float, step: int | None = None) -> Row:
-        """The top-k at a step and progress; without a step only the ranges apply."""
-        if (i := last_from([start for start, _ in self.steps], step)) is not None:
-            return self.steps[i][1]
-        range_index = range_at([(start, stop) for start, stop, _ in self.ranges], progress)
-        return self.base if range_index is None else self.ranges[range_index][2]
-
-    @property
-    def rows(self) -> tuple[Row, ...]:
-        """The top-k of each range, followed by `base`."""
-        return (*(row for _, _, row in self.ranges), self.base)
-
-    def weighted(self, share: Callable[[float, float], float]) -> list[tuple[float, Row]]:
-        """Each of `rows` with its share of the samples; `share(start, stop)` is the share in a range of progress."""
-        shares = [share(start, stop) for start, stop, _ in self.ranges]
-        return list(zip((*shares, 1 - sum(shares)), self.rows, strict=True))
-
-    def largest(self, num_layers: int) -> tuple[int, ...]:
-        """The largest top-k of each layer over all ranges."""
-        return tuple(max(layer) for layer in zip(*(per_layer(row, num_layers) for row in self.rows), strict=True))
-
-    def per_sample(self, timestep: Tensor, num_layers: int) -> Tensor:
-        """Top-k of each layer and sample, int32 `[layers, B]`, without waiting for the device.
-
-        Args:
-            timestep: `[B]`, or `[B, L]` of which the highest counts (condition tokens have 0).
-            num_layers: number of layers of the model.
-        """
-        highest = timestep if timestep.dim() == 1 else timestep.amax(1)
-        progress = (1000 - highest.double()) / 1000
-        which = torch.full_like(highest, len(self.ranges), dtype=torch.int64)
-        for i, (start, stop, _) in enumerate(self.ranges):
-            which = which.masked_fill((progress >= start) & (progress < stop), i)
-        return _table(self, num_layers, timestep.device)[:, which]
-
-
-Topk = int | tuple[int, ...] | DenoisingTopk
-"""Kv tiles per query tile on one grid: one number, one per layer, or numbers that change during a denoising."""
-
-
-def row_at(topk: Topk, progress: float, step: int | None = None) -> Row:
-    """The top-k at one step and progress."""
-    return topk.at(progress, step) if isinstance(topk, DenoisingTopk) else topk
-
-
-def per_layer(row: int | Sequence[int], num_layers: int) -> tuple[int, ...]:
-    """A top-k as one number per layer."""
-    return (row,) * num_layers if isinstance(row, int) else tuple(row)
-
-
-@lru_cache(maxsize=64)
-def _table(topk: DenoisingTopk, num_layers: int, device: torch.device) -> Tensor:
-    """int32 `[layers, ranges + 1]`, cached, because a copy to the device in every step would wait for the device."""
-    rows = [per_layer(row, num_layers) for row in topk.rows]
-    return torch.tensor(rows, dtype=torch.int32).T.contiguous().to(device)
-
-
 Half = Literal["first", "second"]
 
 
@@ -285,6 +181,11 @@ class DenoisingPass:
     owner: int = 0
     refresh: bool = True
     leaders: Half | None = None
+
+    def kept(self, topk: KeptTiles, num_tiles: int, num_layers: int) -> KeptTiles:
+        """Tiles that each layer keeps in this pass on a grid of `num_tiles`, which dense layers all keep."""
+        layers = topk.at(self.progress, self.step).by_layer(num_layers)
+        return KeptTiles(tuple(num_tiles if self.dense or i in self.dense_layers else k for i, k in enumerate(layers)))
 
 
 class Denoising:

@@ -25,9 +25,10 @@ from vsa_kernels import BlockIndex, block_sparse_attn
 from vsa.attention.base import AttentionMethod
 from vsa.attention.context import AttnContext
 from vsa.attention.dense import dense_attn_per_sample, dense_index, text_attn
+from vsa.attention.kept_tiles import KeptTiles
 from vsa.attention.layout import Partition, Segment, TileLayout
 from vsa.attention.scores import subblock_places, subblock_scores, with_damage_first
-from vsa.attention.selection import SampleTopk, select_blocks
+from vsa.attention.selection import select_blocks
 from vsa.attention.tiling import Grid
 from vsa.settings import AtLeastOne, checked
 
@@ -111,7 +112,7 @@ class DynamicHilbertAttention(AttentionMethod):
         self.trains(q, k, v)
         layout, topk = ctx.layout, ctx.kept(q)
         scores = None
-        if ctx.sample_topk is None and topk >= layout.num_video_tiles:
+        if ctx.topk.samples is None and topk >= layout.num_video_tiles:
             out = dense_attn_per_sample(q, k, v, layout)
             index = dense_index(layout) if ctx.recorder is not None else None
         else:
@@ -136,9 +137,9 @@ class DynamicHilbertAttention(AttentionMethod):
         """
         return subblock_scores(q, k, layout, self._sub_thw, self.padding)
 
-    def pairs(self, layout: TileLayout, topk: int) -> float:
+    def pairs(self, layout: TileLayout, topk: float) -> float:
         """Pairs of the selected blocks (exact when they are full) and of text, plus half the pairs of sub-blocks."""
-        topk = self._video_topk(topk, layout)
+        topk = self._video_topk(KeptTiles.of(topk), layout).count
         total = 0.0
         for sample, (start, stop) in enumerate(layout.sample_spans):
             text = sum(b - a for a, b, owner in layout.text_spans if owner == sample)
@@ -151,20 +152,12 @@ class DynamicHilbertAttention(AttentionMethod):
     def _sub_thw(self) -> Grid:
         return 1, 1, self.sub_tokens
 
-    def _select(self, scores: Tensor, topk: int | SampleTopk, layout: TileLayout) -> BlockIndex:
-        if isinstance(topk, SampleTopk):
-            # as for one number: a top-k of all blocks stays all blocks
-            most = layout.num_video_tiles
-            less = (topk.counts - self._text_tiles(layout)).clamp(min=1)
-            counts = torch.where(topk.counts < most, less, topk.counts)
-            topk = SampleTopk(counts, self._video_topk(topk.largest, layout))
-        else:
-            topk = self._video_topk(topk, layout)
-        return select_blocks(scores, topk, candidates=layout.candidates, always=layout.always)
+    def _select(self, scores: Tensor, topk: KeptTiles, layout: TileLayout) -> BlockIndex:
+        return select_blocks(scores, self._video_topk(topk, layout), candidates=layout.candidates, always=layout.always)
 
-    def _video_topk(self, topk: int, layout: TileLayout) -> int:
+    def _video_topk(self, topk: KeptTiles, layout: TileLayout) -> KeptTiles:
         """Video blocks of a top-k; a top-k of all blocks is not reduced by the text."""
-        return topk if topk >= layout.num_video_tiles else max(1, topk - self._text_tiles(layout))
+        return topk.less(self._text_tiles(layout), all_tiles=layout.num_video_tiles)
 
     def _text_tiles(self, layout: TileLayout) -> int:
         """Text blocks that count among the top-k."""

@@ -85,7 +85,7 @@ class GroupedAttention(AttentionMethod):
         group = torch.arange(len(sizes), device=tokens.device).repeat_interleave(sizes)[groups.inverse]
         return group[tokens, None] == group
 
-    def pairs(self, layout: TileLayout, topk: int) -> float:
+    def pairs(self, layout: TileLayout, topk: float) -> float:
         return float(sum(count * size**2 for count, size in self._groups(layout).classes))
 
     def _groups(self, layout: TileLayout) -> _Groups:

@@ -125,7 +125,7 @@ class PooledTail(AttentionMethod):
     def combine(self, parts: dict[str, Tensor], extra: dict[str, Tensor], ctx: AttnContext) -> Tensor:
         return parts["out"]
 
-    def pairs(self, layout: TileLayout, topk: int) -> float:
+    def pairs(self, layout: TileLayout, topk: float) -> float:
         """Pairs of the selected tiles (exact when tiles are full) and of every token with every tile; the product with
         the variances in order 2 counts as half a pair."""
         tiles = layout.num_blocks

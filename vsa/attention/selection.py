@@ -17,6 +17,7 @@ from vsa_kernels import BlockIndex, select_share, select_topk
 from vsa_kernels.selection import Crossing, order_keys, weight_units, within_share
 from vsa_kernels.selection.api import list_capacity
 
+from vsa.attention.kept_tiles import KeptTiles
 from vsa.settings import AtLeastOne, PositiveShare, checked
 
 _UNITS = 1 << 32
@@ -65,22 +66,6 @@ _TOPK = RowRule(topk=1)
 _SHARES = {crossing: RowRule(top_p=1, crossing=crossing) for crossing in get_args(Crossing)}
 
 
-class SampleTopk(NamedTuple):
-    """A separate top-k for every sample of a batch.
-
-    Args:
-        counts: int32 `[B]`, at least 1.
-        largest: largest of the counts, known to the host.
-    """
-
-    counts: Tensor
-    largest: int
-
-    def less(self, tiles: int) -> SampleTopk:
-        """The top-k reduced by a number of tiles, at least 1."""
-        return SampleTopk((self.counts - tiles).clamp(min=1), max(1, self.largest - tiles))
-
-
 class Shares(NamedTuple):
     """A separate `top_p` for every head or row.
 
@@ -106,7 +91,7 @@ def sparge_top_p(tau: float) -> RowRule:
 
 def select_blocks(
     scores: Tensor,
-    rule: RowRule | SampleTopk | Shares | int,
+    rule: RowRule | KeptTiles | Shares,
     *,
     candidates: Tensor | None = None,
     always: Tensor | None = None,
@@ -122,8 +107,8 @@ def select_blocks(
 
     Args:
         scores: `[B, H, Nq, Nkv]` any float dtype; logits, or shares of at least 0 for a rule over the head.
-        rule: number of blocks to keep: a number is a top-k, `SampleTopk` a top-k per sample, `Shares` a share of the
-            row per head or row.
+        rule: number of blocks to keep: `KeptTiles` is the count of one layer or its counts by sample, `Shares` a share
+            of the row per head or row.
         candidates: blocks that compete; None: all. A row without candidates lists only the blocks of the masks below.
         always: blocks that are listed whatever their score and do not compete (text).
         first: candidates that rank before all others and count towards the rule (a local window inside the budget).
@@ -139,7 +124,7 @@ def select_blocks(
     count, rule, shares = _parts_of(rule)
     by_head = any(mask is not None and mask.dim() == 4 for mask in (candidates, always))
     if first is None and union is None and rule.is_topk and shares is None and not by_head:
-        if isinstance(count, SampleTopk):
+        if isinstance(count, KeptTiles):
             return _topk_per_sample(scores, count, candidates, always, backend)
         return select_topk(scores, count or 1, candidates=candidates, always=always, backend=backend)
     if first is None and union is None and rule.is_share and count is None and shares is not None:
@@ -167,28 +152,29 @@ def select_blocks(
 
 
 def _parts_of(
-    rule: RowRule | SampleTopk | Shares | int,
-) -> tuple[SampleTopk | int | None, RowRule, Tensor | float | None]:
-    """The top-k, the remaining rule and the share of a rule, which is a tensor where heads or rows have their own."""
+    rule: RowRule | KeptTiles | Shares,
+) -> tuple[KeptTiles | int | None, RowRule, Tensor | float | None]:
+    """The top-k, one number unless samples differ, the remaining rule, and the share, a tensor by head or row."""
     if isinstance(rule, RowRule):
         return rule.topk, rule, rule.top_p
     if isinstance(rule, Shares):
         return None, _SHARES[rule.crossing], rule.shares
-    return rule, _TOPK, None
+    return rule.count if rule.samples is None else rule, _TOPK, None
 
 
 def _topk_per_sample(
-    scores: Tensor, topk: SampleTopk, candidates: Tensor | None, always: Tensor | None, backend: str | None
+    scores: Tensor, topk: KeptTiles, candidates: Tensor | None, always: Tensor | None, backend: str | None
 ) -> BlockIndex:
     """Selection with the rows of all samples as rows of one sample, each with the top-k of its own sample."""
     batch, _, num_q, num_kv = scores.shape
     rows = scores.transpose(0, 1).flatten(1, 2)[None]
-    counts = topk.counts.repeat_interleave(num_q, output_size=batch * num_q)
+    assert topk.samples is not None
+    counts = topk.samples.repeat_interleave(num_q, output_size=batch * num_q)
     masks = {"candidates": candidates, "always": always}
     masks = {name: None if mask is None else mask.repeat(batch, 1) for name, mask in masks.items()}
     index = select_topk(rows, counts, **masks, backend=backend)
     # the capacity of the lists is the largest length that the host knows
-    most = min(topk.largest, num_kv) if always is None else None
+    most = min(topk.count, num_kv) if always is None else None
     capacity = num_kv if most is None else list_capacity(most, num_kv)
     indices = index.kv_indices[0, ..., :capacity].unflatten(1, (batch, num_q)).transpose(0, 1).contiguous()
     lengths = index.kv_num_blocks[0].unflatten(1, (batch, num_q)).transpose(0, 1).contiguous()
@@ -201,7 +187,7 @@ def _by_rule(
     compete: Tensor,
     first: Tensor,
     rule: RowRule,
-    topk: SampleTopk | int | None,
+    topk: KeptTiles | int | None,
     shares: Tensor | float | None,
 ) -> Tensor:
     """Entries that the rule keeps, bool `[B, H, Nq, Nkv]`."""
@@ -222,8 +208,9 @@ def _by_rule(
         slots = torch.zeros_like(selection)
         if topk is not None:
             counts = candidates.sum(-1, keepdim=True)
-            if isinstance(topk, SampleTopk):
-                counts = counts.minimum(topk.counts.view(-1, 1, 1, 1) * rows_in_group)
+            if isinstance(topk, KeptTiles):
+                assert topk.samples is not None
+                counts = counts.minimum(topk.samples.view(-1, 1, 1, 1) * rows_in_group)
             else:
                 counts = counts.clamp(max=topk * rows_in_group)
             slots = slots | (torch.arange(keys.shape[-1], device=keys.device) < counts)

@@ -7,40 +7,22 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Mapping, Sequence
-from decimal import Decimal, InvalidOperation
+from collections.abc import Mapping, Sequence
+from decimal import Decimal
 from fractions import Fraction
 from typing import Any, Literal, Self
 
-from vsa.attention.denoising import DenoisingPlan, DenoisingTopk, Rounding, Row, Topk, per_layer
+from vsa.attention.denoising import DenoisingPlan
+from vsa.attention.kept_tiles import Budget, KeptTiles, exact
 from vsa.settings import AtLeastOne, Count, Share, ShareBelowOne, checked
 
 SparsityPoint = Literal["current", "dense", "target", "half", "double"]
 """Point of a schedule: the top-k of the step, all tiles, the end value, half or double the top-k of the step."""
 
-Budget = Literal["count", "fraction"] | Share
-LayerTopk = Mapping[Any, AtLeastOne]
+Scaling = Literal["count", "fraction"] | Share
+"""How the end value follows the number of tiles: the same count, the same fraction, or an exponent between them."""
 
 SPARSITY_POINTS: tuple[SparsityPoint, ...] = ("current", "dense", "target", "half", "double")
-
-
-def resolve_topk(sparsity: float | str, num_tiles: int, rounding: Rounding = "up") -> int:
-    """Tiles kept at a sparsity: `clamp(ceil((1 - sparsity) * num_tiles), 1, num_tiles)`, or with floor for ceil.
-
-    The sparsity counts as the written decimal number: in binary floats `ceil((1 - 0.7) * 10)` would be 4.
-
-    Args:
-        sparsity: share of tiles skipped, in [0, 1).
-        num_tiles: number of kv tiles.
-        rounding: up (ceil) or down (floor).
-
-    Source: up: VSA's code (its paper gives top-k directly); down: DFSAttn's code.
-    """
-    if num_tiles < 1:
-        raise ValueError(f"num_tiles must be at least 1, got {num_tiles}")
-    topk = (1 - _exact_sparsity(sparsity)) * num_tiles
-    topk = math.ceil(topk) if rounding == "up" else math.floor(topk)
-    return max(1, min(topk, num_tiles))
 
 
 def check_points(name: str, points: Sequence[str]) -> tuple[SparsityPoint, ...]:
@@ -55,56 +37,6 @@ def topk_at(topk: int, num_tiles: int, at: SparsityPoint) -> int:
     """A top-k halved (rounded up) or doubled at these points, unchanged at others; between 1 and num_tiles."""
     target = {"half": -(-topk // 2), "double": 2 * topk}.get(at, topk)
     return max(1, min(target, num_tiles))
-
-
-def mean_topk(topk: float | Sequence[float], num_tiles: int) -> float:
-    """Mean over the layers of the tiles that a query tile keeps.
-
-    Args:
-        topk: one number for all layers, or one per layer.
-        num_tiles: N, the most that a layer keeps.
-    """
-    topks = [topk] if isinstance(topk, int | float) else topk
-    return sum(min(k, num_tiles) for k in topks) / len(topks)
-
-
-def expected_topk(topk: Topk, num_layers: int, share: Callable[[float, float], float]) -> float | tuple[float, ...]:
-    """Mean over samples of the tiles that a query tile keeps, one number or one per layer.
-
-    Args:
-        topk: top-k on one grid.
-        num_layers: number of layers of the model.
-        share: function of two values, the share of samples whose denoising progress is between them.
-    """
-    if not isinstance(topk, DenoisingTopk):
-        return topk
-    rows = [(weight, per_layer(row, num_layers)) for weight, row in topk.weighted(share)]
-    means = tuple(math.fsum(weight * row[layer] for weight, row in rows) for layer in range(num_layers))
-    return means[0] if len(set(means)) == 1 else means
-
-
-def exact(name: str, value: float | str) -> Fraction:
-    """The exact decimal number of an option called `name`, as it is written."""
-    try:
-        number = Decimal(str(value))
-    except InvalidOperation:
-        raise ValueError(f"{name} must be a number, got {value!r}") from None
-    if not number.is_finite():
-        raise ValueError(f"{name} must be a finite number, got {value}")
-    return Fraction(number)
-
-
-def _exact_sparsity(sparsity: float | str) -> Fraction:
-    value = exact("sparsity", sparsity)
-    if not 0 <= value < 1:
-        raise ValueError(f"sparsity must be in [0, 1), got {sparsity}")
-    return value
-
-
-def constant_topk(topk: Row, plan: DenoisingPlan, num_tiles: int) -> Topk:
-    """A top-k on one grid combined with the budgets of a denoising plan, clamped to the number of tiles."""
-    own = DenoisingPlan(rounding=plan.rounding)
-    return plan.on_grid(topk, lambda budget: ConstantSparsity(**budget._asdict(), denoising=own).target_topk(num_tiles))
 
 
 @checked
@@ -138,10 +70,10 @@ class SparsitySchedule:
         *,
         topk: AtLeastOne | None = None,
         sparsity: ShareBelowOne | None = None,
-        budget: Budget | None = None,
+        budget: Scaling | None = None,
         reference_tiles: AtLeastOne | None = None,
         dense_layers: Sequence[Count] = (),
-        layer_topk: LayerTopk | None = None,
+        layer_topk: Mapping[Any, AtLeastOne] | None = None,
         denoising: DenoisingPlan | None = None,
     ):
         if (topk is None) == (sparsity is None):
@@ -151,7 +83,7 @@ class SparsitySchedule:
                 f"expected both or none of budget and reference_tiles, got budget={budget} and "
                 f"reference_tiles={reference_tiles}"
             )
-        self._topk, self._sparsity = topk, sparsity
+        self._end = Budget(topk, sparsity)
         exponents: dict[Any, Any] = {None: int(topk is None), "count": 0, "fraction": 1}
         self._exponent = exact("budget", exponents.get(budget, budget))
         self._reference_tiles = reference_tiles
@@ -166,7 +98,7 @@ class SparsitySchedule:
         self._held: int | None = None
 
     @property
-    def budget(self) -> Budget:
+    def budget(self) -> Scaling:
         """Dependence of the end value on the number of tiles of a grid: count, fraction or an exponent between them."""
         if self._exponent.denominator == 1:
             return "fraction" if self._exponent else "count"
@@ -183,7 +115,7 @@ class SparsitySchedule:
 
     def final_step(self, num_tiles: int) -> int | None:
         """First step from which the end value holds on a grid of num_tiles; None: it depends on measurements."""
-        schedules = (self, *(self._ending_at(*budget) for _, _, budget in self.denoising.ranges))
+        schedules = (self, *(self._ending_at(budget) for _, _, budget in self.denoising.ranges))
         ends = [schedule._final_step(num_tiles) for schedule in schedules]
         return None if None in ends else max(end for end in ends if end is not None)
 
@@ -194,8 +126,8 @@ class SparsitySchedule:
         """The end value on a grid, between 1 and num_tiles."""
         return max(1, min(self._wanted(num_tiles), num_tiles))
 
-    def topk_per_layer(self, step: int, num_tiles: int, num_layers: int, at: SparsityPoint = "current") -> Topk:
-        """One top-k for all layers, or one per layer where some have their own, with the changes during a denoising.
+    def topk_per_layer(self, step: int, num_tiles: int, num_layers: int, at: SparsityPoint = "current") -> KeptTiles:
+        """Tiles kept in a step: of all layers, or of each where some have their own, with the changes in a denoising.
 
         Args:
             step: optimizer step, from 0.
@@ -206,11 +138,11 @@ class SparsitySchedule:
         """
         self._check_layers(num_layers)
         if at == "dense":
-            return num_tiles
+            return KeptTiles((num_tiles,))
         step = step if self._held is None else self._held
         return self.denoising.on_grid(
-            self._row(step, num_tiles, num_layers, at),
-            lambda budget: self._ending_at(*budget)._row(step, num_tiles, num_layers, at),
+            self._layers(step, num_tiles, num_layers, at),
+            lambda budget: self._ending_at(budget)._layers(step, num_tiles, num_layers, at),
         )
 
     def held_at(self, step: int) -> Self:
@@ -225,20 +157,20 @@ class SparsitySchedule:
         changed.denoising = plan
         return changed
 
-    def _ending_at(self, topk: int | None, sparsity: float | None) -> SparsitySchedule:
+    def _ending_at(self, end: Budget) -> SparsitySchedule:
         """This schedule with another end value and the measurements so far."""
         changed = copy.copy(self)
-        changed._topk, changed._sparsity = topk, sparsity
+        changed._end = end
         return changed
 
-    def _row(self, step: int, num_tiles: int, num_layers: int, at: SparsityPoint) -> Row:
+    def _layers(self, step: int, num_tiles: int, num_layers: int, at: SparsityPoint) -> tuple[float, ...]:
         topk = self.target_topk(num_tiles) if at == "target" else self.topk(step, num_tiles)
         topk = topk_at(topk, num_tiles, at)
         own = dict.fromkeys(self.dense_layers, num_tiles)
         own |= {layer: topk_at(min(k, num_tiles), num_tiles, at) for layer, k in self._layer_topk.items()}
-        return tuple(own.get(layer, topk) for layer in range(num_layers)) if own else topk
+        return tuple(own.get(layer, topk) for layer in range(num_layers if own else 1))
 
-    def topk_after(self, steps: int, num_tiles: int, num_layers: int, at: SparsityPoint = "current") -> Topk:
+    def topk_after(self, steps: int, num_tiles: int, num_layers: int, at: SparsityPoint = "current") -> KeptTiles:
         """Top-k of weights after `steps` optimizer steps: that of the last of these steps.
 
         Validation, diagnostics, sampling, evaluation, export and the logged sparsity all use this function, so that
@@ -263,7 +195,7 @@ class SparsitySchedule:
         self._check_end(num_tiles)
         for budget in (*(budget for _, _, budget in self.denoising.ranges), *(b for _, b in self.denoising.steps)):
             try:
-                self._ending_at(*budget)._check_end(num_tiles)
+                self._ending_at(budget)._check_end(num_tiles)
             except ValueError as error:
                 raise ValueError(f"denoising: {error}") from None
         if num_layers is not None:
@@ -276,9 +208,8 @@ class SparsitySchedule:
             # a grid of a single tile, as with dense attention, has nothing to select
             if k > num_tiles > 1:
                 raise ValueError(f"{name}={k} is above the number of tiles, {num_tiles}")
-        if self._sparsity is not None and num_tiles > 1 and (1 - _exact_sparsity(self._sparsity)) * num_tiles < 1:
-            most = 1 - 1 / num_tiles
-            raise ValueError(f"sparsity={self._sparsity} leaves less than one of {num_tiles} tiles, at most {most:.4g}")
+        if self._end.topk is None:
+            self._end.check(num_tiles)
 
     def observe(self, step: int, missed_share: float) -> None:
         """Process a measurement, see `MissedMassSparsity`; a schedule that depends on the step only ignores it.
@@ -300,7 +231,7 @@ class SparsitySchedule:
     def _wanted(self, num_tiles: int) -> int:
         # the end value before it is clamped to the number of tiles
         at = num_tiles if self._reference_tiles is None else self._reference_tiles
-        topk = self._topk if self._topk is not None else resolve_topk(self._sparsity or 0, at, self.denoising.rounding)
+        topk = self._end.wanted(at, self.denoising.rounding)
         if self._reference_tiles is None:
             return topk
         ratio = Fraction(num_tiles, self._reference_tiles)
@@ -351,10 +282,10 @@ class TokenBudgetSparsity(ConstantSparsity):
         *,
         tokens: AtLeastOne,
         tokens_per_tile: AtLeastOne,
-        budget: Budget | None = None,
+        budget: Scaling | None = None,
         reference_tiles: AtLeastOne | None = None,
         dense_layers: Sequence[Count] = (),
-        layer_topk: LayerTopk | None = None,
+        layer_topk: Mapping[Any, AtLeastOne] | None = None,
         denoising: DenoisingPlan | None = None,
     ):
         super().__init__(

@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any
 
-from vsa.attention.sparsity import SparsitySchedule, exact
+from vsa.attention.kept_tiles import exact
+from vsa.attention.sparsity import SparsitySchedule
 from vsa.settings import AtLeastOne, Count, PositiveShare, Share, checked
 
 

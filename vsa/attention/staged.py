@@ -32,6 +32,7 @@ from vsa_kernels.coarse_fine import combine
 from vsa.attention.base import AttentionMethod
 from vsa.attention.context import AttnContext
 from vsa.attention.dense import dense_attn
+from vsa.attention.kept_tiles import KeptTiles
 from vsa.attention.layout import BlockOrder, Partition, Segment, TileLayout
 from vsa.attention.pooling import ConvSharing, Pooling, make_pools, pool_modules
 from vsa.attention.scores import (
@@ -48,7 +49,7 @@ from vsa.attention.scores import (
     tiles_inside,
     with_damage_first,
 )
-from vsa.attention.selection import SampleTopk, select_blocks
+from vsa.attention.selection import select_blocks
 from vsa.attention.tiling import Grid, chain_of, refuse_no_divisor
 from vsa.attention.window import Edge, Window, tile_window
 from vsa.settings import AtLeastOne, Seed, checked
@@ -240,7 +241,7 @@ class StagedAttention(AttentionMethod):
         gates = {f"gate_{name}": gate for name, gate in extra.items()}
         return super().attend_combine(q, k, v, extra, ctx.also_recording(gates))
 
-    def pairs(self, layout: TileLayout, topk: int) -> float:
+    def pairs(self, layout: TileLayout, topk: float) -> float:
         """Pairs of the coarse stage and of every fine stage; a union counts as if no selected tile were in the window.
 
         A selected tile counts with the mean tile size, so the number is exact when tiles are full. Scores, which need a
@@ -290,9 +291,8 @@ class StagedAttention(AttentionMethod):
         shares = self.score != "mean" or not (same or self.pooled_map == "logits")
         return scores.log() if shares else scores
 
-    def _select(self, scores: Tensor, topk: int | SampleTopk, window: Window | None) -> BlockIndex:
-        if (fewer := self._fewer(window)) > 0:
-            topk = topk.less(fewer) if isinstance(topk, SampleTopk) else max(1, topk - fewer)
+    def _select(self, scores: Tensor, topk: KeptTiles, window: Window | None) -> BlockIndex:
+        topk = topk.less(self._fewer(window))
         if window is not None and self.stages == "c_f_l_e":
             return select_blocks(scores, topk, candidates=~window.tiles)
         if window is not None and self.stages == "c_fl":

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from vsa.attention.sparsity import resolve_topk
+from vsa.attention.kept_tiles import Budget
 from vsa.attention.tiling import Grid, Partition, count_tiles, proposals
 
 
@@ -49,7 +49,7 @@ def tile_rows(grid_thw: Grid, volume: int, sparsity: float, count: int) -> list[
     cuts.insert(1, (usual, "hilbert_run", math.ceil(tokens / volume)))
     rows = []
     for tile, partition, tiles in cuts:
-        topk = resolve_topk(sparsity, tiles)
+        topk = Budget(sparsity=sparsity).tiles(tiles)
         executed = tiles * topk * volume**2 / tokens**2
         rows.append(TileRow(tile, partition, tiles, tokens / (tiles * volume), topk, topk / tiles, executed))
     return rows

@@ -121,7 +121,7 @@ class VideoSparseAttention(AttentionMethod):
         video, index = layout.take_video(q), None
         tiles: dict[str, Any] = {"q_blocks": layout.video_blocks, "kv_blocks": layout.blocks}
         coarse, scores = coarse_attn(video, k, v, **tiles, candidates=layout.candidates)
-        if ctx.sample_topk is None and topk >= layout.num_video_tiles:
+        if ctx.topk.samples is None and topk >= layout.num_video_tiles:
             fine = dense_attn_per_sample(q, k, v, layout)
         else:
             # ranked by scores, not by probabilities: the same order, without ties where the softmax underflows
@@ -169,7 +169,7 @@ class VideoSparseAttention(AttentionMethod):
             texts = [text * gate_fine[:, a:b] for text, (a, b, _) in zip(texts, spans, strict=True)]
         return layout.merge(video, texts)
 
-    def pairs(self, layout: TileLayout, topk: int) -> float:
+    def pairs(self, layout: TileLayout, topk: float) -> float:
         """Pairs of the fine stage (exact when the tiles are full) and of the coarse stage."""
         total = float(layout.video_blocks.num * layout.blocks.num)
         for sample, (start, stop) in enumerate(layout.sample_spans):

@@ -16,8 +16,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from vsa.attention.kept_tiles import Budget
 from vsa.attention.named import WITHOUT_PARAMETERS
-from vsa.attention.sparsity import resolve_topk
 from vsa.checkpoints.golden import write_golden
 from vsa.checkpoints.run_checkpoint import resolve_checkpoint
 from vsa.checkpoints.sampling_settings import sampling_of_export, sampling_part, write_sampling_part
@@ -154,7 +154,7 @@ def _sparse_of_options(source: WeightSource, gates: list[str], options: Conversi
         model = VideoDiT(attention=attention_of(sparse), **arguments)
     latents = [n * p for n, p in zip(options.grid, arguments["patch_size"], strict=True)]
     num_tiles = model.layout_for((arguments["in_channels"], *latents), "cpu").num_video_tiles
-    topk = options.topk if options.sparsity is None else resolve_topk(options.sparsity, num_tiles)
+    topk = Budget(options.topk, options.sparsity).wanted(num_tiles)
     budget = "count" if options.sparsity is None else "fraction"
     return replace(sparse, grid_topk=((topk,) * layers,), num_tiles=(num_tiles,), budget=budget)
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from vsa.attention.denoising import DenoisingPlan, DenoisingTopk, Row, Topk
+from vsa.attention.denoising import DenoisingPlan
+from vsa.attention.kept_tiles import Budget, KeptTiles
 from vsa.attention.sparsity import ConstantSparsity, SparsityPoint, topk_at
 from vsa.checkpoints.sparse_config import SparseAttentionConfig
 
@@ -23,29 +24,23 @@ class ExportedSparsity(ConstantSparsity):
         super().__init__(topk=max(config.grid_topk[0]), dense_layers=by_topk, denoising=plan)
         self._config = config
 
-    def topk_per_layer(self, step: int, num_tiles: int, num_layers: int, at: SparsityPoint = "current") -> Topk:
+    def topk_per_layer(self, step: int, num_tiles: int, num_layers: int, at: SparsityPoint = "current") -> KeptTiles:
         topk = super().topk_per_layer(step, num_tiles, num_layers, at)
-        ranges, steps = self._config.topk_ranges, self._config.step_topk
         # a plan that replaces that of the export takes precedence
-        if at == "dense" or isinstance(topk, DenoisingTopk) or not (ranges or steps):
-            return topk
-        return DenoisingTopk(
-            base=topk,
-            ranges=tuple((part.start, part.stop, self._exported(part.grid_topk, num_tiles, at)) for part in ranges),
-            steps=tuple((part.step, self._exported(part.grid_topk, num_tiles, at)) for part in steps),
-        )
+        return topk if at == "dense" or topk.changes else self._exported(num_tiles, at)
 
-    def _row(self, step: int, num_tiles: int, num_layers: int, at: SparsityPoint) -> Row:
+    def _layers(self, step: int, num_tiles: int, num_layers: int, at: SparsityPoint) -> tuple[float, ...]:
         self._check_layers(num_layers)
-        return self._exported(self._config.grid_topk, num_tiles, at)
+        return self._exported(num_tiles, at).layers
 
-    def _ending_at(self, topk: int | None, sparsity: float | None) -> ConstantSparsity:
+    def _ending_at(self, end: Budget) -> ConstantSparsity:
         plan = DenoisingPlan(rounding=self.denoising.rounding)
-        return ConstantSparsity(topk=topk, sparsity=sparsity, dense_layers=self.dense_layers, denoising=plan)
+        return ConstantSparsity(**end._asdict(), dense_layers=self.dense_layers, denoising=plan)
 
-    def _exported(self, grid_topk: tuple[tuple[int, ...], ...], num_tiles: int, at: SparsityPoint) -> Row:
-        row = tuple(
-            k if layer in self.dense_layers else topk_at(k, num_tiles, at)
-            for layer, k in enumerate(self._config.on_grid(grid_topk, num_tiles))
-        )
-        return row[0] if len(set(row)) == 1 else row
+    def _exported(self, num_tiles: int, at: SparsityPoint) -> KeptTiles:
+        def layers(counts: tuple[float, ...]) -> tuple[float, ...]:
+            dense = self.dense_layers
+            counts = tuple(k if i in dense else topk_at(int(k), num_tiles, at) for i, k in enumerate(counts))
+            return counts[:1] if len(set(counts)) == 1 else counts
+
+        return self._config.kept_on(num_tiles).map(layers)

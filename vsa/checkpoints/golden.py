@@ -23,6 +23,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from vsa.attention.context import INDEX, AttnContext, Recorder
+from vsa.attention.kept_tiles import KeptTiles
 from vsa.attention.layout import Segment, TileLayout
 from vsa.attention.named import name_of
 from vsa.attention.neighborhood.axis import AxisRule
@@ -102,7 +103,8 @@ def attention_output(model: VideoDiT, case: GoldenCase, recorder: Recorder | Non
     layout = _layout(block, case.grid_thw, device)
     cos, sin = rope_tables(case.grid_thw, model.head_dim, layout.device, model.rope_theta)
     rope = (layout.permute(cos[None])[0], layout.permute(sin[None])[0])
-    ctx = AttnContext(layout=layout, topk=case.topk, layer_idx=case.layer, dense=case.dense, recorder=recorder)
+    topk = KeptTiles.of(case.topk)
+    ctx = AttnContext(layout=layout, topk=topk, layer_idx=case.layer, dense=case.dense, recorder=recorder)
     return layout.unpermute(block.self_attention(layout.permute(case.hidden.to(device)), rope, ctx))
 
 

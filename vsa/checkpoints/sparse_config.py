@@ -9,11 +9,12 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from vsa.attention.denoising import DenoisingPlan, DenoisingTopk, Row, Topk, last_from, per_layer, range_at
+from vsa.attention.denoising import DenoisingPlan
+from vsa.attention.kept_tiles import KeptTiles
 from vsa.attention.layout import Partition
 from vsa.attention.named import WITHOUT_PARAMETERS, refuse_settings
 from vsa.attention.sparge.mask import without_readings
-from vsa.attention.sparsity import Budget, ConstantSparsity
+from vsa.attention.sparsity import ConstantSparsity, Scaling
 from vsa.attention.tiling import BlockOrder
 from vsa.files import inner_name, parse_json, read_text, write_whole
 from vsa.settings import Bound, Count, Positive, checked
@@ -27,41 +28,11 @@ Grid = tuple[Size, Size, Size]
 _MOST_TOKENS = 1 << 24
 
 
-@checked
-@dataclass(frozen=True, kw_only=True)
-class TopkRange:
-    """Top-k for a range of the denoising progress.
+Rows = tuple[tuple[int, ...], ...]
+"""Kv tiles per query tile: for each trained grid one row with an entry per layer."""
 
-    Args:
-        start: first denoising progress, 0 is pure noise.
-        stop: end of the range (exclusive), 1 is clean.
-        grid_topk: kv tiles per query tile, for each trained grid one row with an entry per layer.
-    """
-
-    start: float
-    stop: float
-    grid_topk: tuple[tuple[int, ...], ...]
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "grid_topk", tuple(tuple(row) for row in self.grid_topk))
-
-
-@checked
-@dataclass(frozen=True, kw_only=True)
-class StepTopk:
-    """Top-k from a denoising step on; it takes precedence over a range.
-
-    Args:
-        step: denoising step, from 0.
-        grid_topk: as in `TopkRange`.
-    """
-
-    step: int
-    grid_topk: tuple[tuple[int, ...], ...]
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "grid_topk", tuple(tuple(row) for row in self.grid_topk))
-
+_ENTRIES = {"topk_ranges": ("start", "stop", "grid_topk"), "step_topk": ("step", "grid_topk")}
+"""Keys in the file of the fields that are lists of tuples here and lists of objects there."""
 
 VERSION_2 = {"step_topk": (), "refresh": 1, "shared_cache": False, "settings": None}
 """Keys that version 1 lacks, with the values it implies: a file with only these values is written as version 1."""
@@ -88,11 +59,12 @@ class SparseAttentionConfig:
         grids: trained token grids, the reference grid first.
         budget: scaling of top-k with the number of tiles on other grids: count (constant top-k), fraction (constant
             sparsity) or an exponent between 0 and 1, see `vsa.attention.sparsity.SparsitySchedule`.
-        topk_ranges: top-k in ranges of the denoising progress where it differs from `grid_topk`.
+        topk_ranges: ranges of denoising progress with rows other than `grid_topk`: start (0 is pure noise), end
+            (exclusive, 1 is clean), rows.
         dense_layers: layers that keep all tiles regardless of `grid_topk`; with a method without top-k they run dense
             attention.
         dense_steps: number of first denoising steps in which all layers are dense in this sense.
-        step_topk: top-k from denoising steps on where it differs, ascending.
+        step_topk: ascending denoising steps, from 0, and the rows from each step on, which have priority over ranges.
         refresh: see `vsa.attention.denoising.DenoisingPlan`.
         shared_cache: see `vsa.attention.denoising.DenoisingPlan`.
         settings: all settings of a method without parameters, by constructor argument; None for video_sparse.
@@ -113,14 +85,14 @@ class SparseAttentionConfig:
     block_order: BlockOrder | None
     fine_gate: bool
     gate_keys: tuple[str, ...]
-    grid_topk: tuple[tuple[int, ...], ...]
+    grid_topk: Rows
     num_tiles: tuple[int, ...]
     grids: tuple[Grid, ...]
-    budget: Budget = "fraction"
-    topk_ranges: tuple[TopkRange, ...] = ()
+    budget: Scaling = "fraction"
+    topk_ranges: tuple[tuple[float, float, Rows], ...] = ()
     dense_layers: tuple[int, ...] = ()
     dense_steps: Count = 0
-    step_topk: tuple[StepTopk, ...] = ()
+    step_topk: tuple[tuple[int, Rows], ...] = ()
     refresh: int | tuple[tuple[int, int], ...] = 1
     shared_cache: bool = False
     settings: Mapping[str, Any] | None = None
@@ -134,8 +106,11 @@ class SparseAttentionConfig:
     def __post_init__(self) -> None:
         if self.tile_thw is not None:
             object.__setattr__(self, "tile_thw", tuple(self.tile_thw))
-        for name in ("gate_keys", "num_tiles", "topk_ranges", "dense_layers", "step_topk"):
+        for name in ("gate_keys", "num_tiles", "dense_layers"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
+        for name in _ENTRIES:
+            entries = tuple((*place, tuple(map(tuple, rows))) for *place, rows in getattr(self, name))
+            object.__setattr__(self, name, entries)
         for name in ("grids", "grid_topk"):
             object.__setattr__(self, name, tuple(tuple(row) for row in getattr(self, name)))
         if self.step_list is not None:
@@ -163,18 +138,18 @@ class SparseAttentionConfig:
         if not self.grids or len(self.grids) != len(self.num_tiles):
             raise ValueError(f"num_tiles must have one entry per grid, got {len(self.num_tiles)} and {len(self.grids)}")
         self._check_topk("grid_topk", self.grid_topk)
-        for part in self.topk_ranges:
-            if not 0 <= part.start < part.stop <= 1:
-                raise ValueError(f"topk_ranges must lie in [0, 1] and start < stop, got {part.start} and {part.stop}")
-            self._check_topk("grid_topk of topk_ranges", part.grid_topk)
-        for part in self.step_topk:
-            self._check_topk("grid_topk of step_topk", part.grid_topk)
+        for start, stop, rows in self.topk_ranges:
+            if not 0 <= start < stop <= 1:
+                raise ValueError(f"topk_ranges must lie in [0, 1] and start < stop, got {start} and {stop}")
+            self._check_topk("grid_topk of topk_ranges", rows)
+        for _, rows in self.step_topk:
+            self._check_topk("grid_topk of step_topk", rows)
         if any(not 0 <= layer < self.num_layers for layer in self.dense_layers):
             raise ValueError(f"dense_layers must be in 0..{self.num_layers - 1}, got {list(self.dense_layers)}")
         if self.settings is not None:
             self._check_settings(self.settings)
         # DenoisingPlan refuses invalid combinations
-        replace(self.denoising, step_topk=tuple((part.step, 1) for part in self.step_topk))
+        replace(self.denoising, step_topk=tuple((step, 1) for step, _ in self.step_topk))
         # raises ValueError for an unknown budget
         self._scaled(self.grid_topk[0][0], self.num_tiles[0])
         if (self.golden is None) != (self.golden_tolerance is None):
@@ -194,7 +169,7 @@ class SparseAttentionConfig:
         if self.topk_ranges or self.step_topk or self.grid_topk != all_tiles:
             raise ValueError(f"{self.method} selects no tiles, its grid_topk must be all of {list(self.num_tiles)}")
 
-    def _check_topk(self, name: str, rows: tuple[tuple[int, ...], ...]) -> None:
+    def _check_topk(self, name: str, rows: Rows) -> None:
         if len(rows) != len(self.grids):
             raise ValueError(f"{name} must have one row per grid, got {len(rows)} rows and {len(self.grids)} grids")
         by_tiles: dict[int, tuple[int, ...]] = {}
@@ -227,7 +202,7 @@ class SparseAttentionConfig:
             shared_cache=self.shared_cache,
         )
 
-    def layer_topk(self, num_tiles: int, *, progress: float = 1.0, step: int | None = None) -> tuple[int, ...]:
+    def layer_topk(self, num_tiles: int, *, progress: float = 1.0, step: int | None = None) -> tuple[float, ...]:
         """Kv tiles per query tile of each layer on a grid of `num_tiles` tiles.
 
         Args:
@@ -237,13 +212,17 @@ class SparseAttentionConfig:
         """
         if step is not None and step < self.dense_steps:
             return (num_tiles,) * self.num_layers
-        if (i := last_from([part.step for part in self.step_topk], step)) is not None:
-            return self.on_grid(self.step_topk[i].grid_topk, num_tiles)
-        index = range_at([(part.start, part.stop) for part in self.topk_ranges], progress)
-        return self.on_grid(self.grid_topk if index is None else self.topk_ranges[index].grid_topk, num_tiles)
+        return self.kept_on(num_tiles).at(progress, step).layers
 
-    def on_grid(self, rows: tuple[tuple[int, ...], ...], num_tiles: int) -> tuple[int, ...]:
-        """Top-k of each layer on a grid of `num_tiles` tiles, from rows as in `grid_topk`."""
+    def kept_on(self, num_tiles: int) -> KeptTiles:
+        """Kv tiles per query tile on a grid of `num_tiles` tiles, outside of the dense steps."""
+        return KeptTiles(
+            self._on_grid(self.grid_topk, num_tiles),
+            ranges=tuple((start, stop, self._on_grid(rows, num_tiles)) for start, stop, rows in self.topk_ranges),
+            steps=tuple((step, self._on_grid(rows, num_tiles)) for step, rows in self.step_topk),
+        )
+
+    def _on_grid(self, rows: Rows, num_tiles: int) -> tuple[int, ...]:
         if num_tiles in self.num_tiles:
             counts = rows[self.num_tiles.index(num_tiles)]
         else:
@@ -267,6 +246,8 @@ class SparseAttentionConfig:
     def to_values(self) -> dict[str, Any]:
         """Plain values of the file; version 1, which more engines read, if no newer key is needed."""
         values = asdict(self)
+        for name, keys in _ENTRIES.items():
+            values[name] = tuple(dict(zip(keys, entry, strict=True)) for entry in values[name])
         if all(values[key] == value for key, value in VERSION_2.items()):
             return {key: value for key, value in values.items() if key not in VERSION_2} | {"schema_version": 1}
         return values | {"schema_version": SCHEMA_VERSION}
@@ -290,16 +271,19 @@ class SparseAttentionConfig:
         if missing or unknown:
             raise ValueError(f"missing keys {missing}, unexpected keys {unknown}")
         try:
-            ranges = tuple(TopkRange(**part) for part in values["topk_ranges"])
-            steps = tuple(StepTopk(**part) for part in values.get("step_topk", ()))
+            for name, keys in _ENTRIES.items():
+                for entry in values.get(name, ()):
+                    if set(entry) != set(keys):
+                        raise TypeError(f"{name} has an entry with {sorted(entry)} instead of {', '.join(keys)}")
+                values[name] = [tuple(entry[key] for key in keys) for entry in values.get(name, ())]
             if values["method"] == "sparge" and isinstance(values.get("settings"), Mapping):
                 values["settings"] = without_readings(values["settings"])
-            return cls(**{**values, "topk_ranges": ranges, "step_topk": steps})
+            return cls(**values)
         except TypeError as error:
             raise ValueError(f"a value has the wrong type ({error})") from None
 
 
-def denoising_fields(topks: Sequence[Topk], plan: DenoisingPlan, num_layers: int) -> dict[str, Any]:
+def denoising_fields(topks: Sequence[KeptTiles], plan: DenoisingPlan, num_layers: int) -> dict[str, Any]:
     """The fields of a `SparseAttentionConfig` that depend on the denoising progress, except `dense_layers`.
 
     Args:
@@ -308,15 +292,14 @@ def denoising_fields(topks: Sequence[Topk], plan: DenoisingPlan, num_layers: int
         num_layers: number of layers of the model.
     """
 
-    def rows(row_of: Callable[[DenoisingTopk], Row]) -> tuple[tuple[int, ...], ...]:
-        return tuple(per_layer(row_of(t) if isinstance(t, DenoisingTopk) else t, num_layers) for t in topks)
+    def rows(row_of: Callable[[KeptTiles], tuple[float, ...]]) -> tuple[tuple[float, ...], ...]:
+        return tuple(KeptTiles(row_of(topk)).by_layer(num_layers) for topk in topks)
 
-    ranges = [(start, stop, rows(lambda t, i=i: t.ranges[i][2])) for i, (start, stop, _) in enumerate(plan.ranges)]
-    steps = [(step, rows(lambda t, i=i: t.steps[i][1])) for i, (step, _) in enumerate(plan.steps)]
+    ranges, steps = topks[0].ranges, topks[0].steps
     return {
-        "grid_topk": rows(lambda t: t.base),
-        "topk_ranges": tuple(TopkRange(start=a, stop=b, grid_topk=grid_topk) for a, b, grid_topk in ranges),
-        "step_topk": tuple(StepTopk(step=step, grid_topk=grid_topk) for step, grid_topk in steps),
+        "grid_topk": rows(lambda topk: topk.layers),
+        "topk_ranges": tuple((*ranges[i][:2], rows(lambda topk, i=i: topk.ranges[i][2])) for i in range(len(ranges))),
+        "step_topk": tuple((steps[i][0], rows(lambda topk, i=i: topk.steps[i][1])) for i in range(len(steps))),
         "dense_steps": plan.dense_steps,
         "refresh": plan.refresh,
         "shared_cache": plan.shared_cache,

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
+from vsa.attention.kept_tiles import KeptTiles
 from vsa.attention.named import name_of
 from vsa.attention.sparsity import SparsitySchedule
 from vsa.attention.video_sparse import Backend
@@ -141,7 +142,7 @@ class RunWeights(WeightSource):
             budget, by_topk = schedule.budget, schedule.dense_layers
         else:
             # the schedule does not apply
-            topks, budget, by_topk = num_tiles, "fraction", ()
+            topks, budget, by_topk = [KeptTiles((n,)) for n in num_tiles], "fraction", ()
         # only an explicit sampling shift describes how to sample the model; the training shift is a different setting
         sampling = sampling_of(self.run_config)
         sampling = sampling if "flow_shift" in sampling else {}

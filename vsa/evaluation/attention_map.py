@@ -14,7 +14,8 @@ from torch import Tensor
 from vsa_kernels import Blocks
 
 from vsa.attention.context import Recorder
-from vsa.attention.denoising import Topk, per_layer, progress_of, row_at
+from vsa.attention.denoising import progress_of
+from vsa.attention.kept_tiles import KeptTiles
 from vsa.attention.layout import TileLayout
 from vsa.data.codecs import Codec
 from vsa.diffusion.flow_matching import add_noise, noise_like, to_timestep
@@ -40,7 +41,7 @@ def record_attention(
     text_mask: Tensor | None,
     *,
     sigma: float,
-    topk: Topk,
+    topk: KeptTiles,
     seed: int = 0,
 ) -> dict[int, dict[str, Tensor]]:
     """Record the selection of each sparse layer in a denoising step of `latents` at one noise level.
@@ -51,7 +52,7 @@ def record_attention(
         text: `[1, S, E]`.
         text_mask: bool `[1, S]`, or None.
         sigma: noise level in [0, 1].
-        topk: kv tiles per query tile, one number for all layers or one per layer.
+        topk: kv tiles per query tile.
         seed: seed of the noise.
 
     Returns:
@@ -77,7 +78,7 @@ def denoise_once(
     text_mask: Tensor | None,
     *,
     sigma: float,
-    topk: Topk,
+    topk: KeptTiles,
     recorder: Recorder | None = None,
     seed: int = 0,
 ) -> None:
@@ -111,7 +112,7 @@ def draw_attention(run: LoadedRun, prompt: str, settings: SampleSettings, path: 
     if path is None:
         return None
     layout = run.model.layout_for(settings.latent_shape)
-    topk = per_layer(row_at(settings.topk, progress_of(1000 * sigma)), layer + 1)[layer]
+    topk = settings.topk.at(progress_of(1000 * sigma)).layer(layer)
     caption = " ".join(prompt.split())
     return attention_picture(
         video,

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from vsa.attention.denoising import DenoisingPlan
 from vsa.attention.full import FullAttention
+from vsa.attention.kept_tiles import KeptTiles
 from vsa.checkpoints.run_checkpoint import Checkpoint
 from vsa.config import build
 from vsa.data.batch import VideoBatch
@@ -203,7 +204,7 @@ class Evaluator:
                     "RUN_FOLDER or --reference none"
                 )
             tiles = run.model.layout_for(ours.latent_shape).num_video_tiles
-            return run, replace(ours, topk=tiles, denoising=DenoisingPlan())
+            return run, replace(ours, topk=KeptTiles((tiles,)), denoising=DenoisingPlan())
         if self._reference.codec.hash != run.codec.hash:
             raise ValueError(
                 f"the reference {self._reference.source} has codec {self._reference.codec.id}, "

@@ -16,7 +16,8 @@ from vsa_kernels.dispatch import resolve_backend
 
 from vsa.attention.base import AttentionMethod
 from vsa.attention.context import AttnContext, Recorder
-from vsa.attention.denoising import DenoisingPass, DenoisingTopk, per_layer
+from vsa.attention.denoising import DenoisingPass
+from vsa.attention.kept_tiles import KeptTiles
 from vsa.attention.layout import Segment, TileLayout
 from vsa.models.blocks import Conditioning, TransformerBlock
 from vsa.models.compiled import compiled_body
@@ -42,7 +43,6 @@ Module = TypeVar("Module", bound=nn.Module)
 Size = Annotated[int, Bound(">=", 1), Bound("<=", 4096)]
 Patch = Annotated[int, Bound(">=", 1), Bound("<=", 64)]
 Width = Annotated[int, Bound(">=", 1), Bound("<=", 1 << 20)]
-TopK = int | Sequence[int] | DenoisingTopk | None
 
 
 @checked
@@ -145,7 +145,7 @@ class VideoDiT(nn.Module):
         *,
         cond_latents: Tensor | None = None,
         image_embeds: Tensor | None = None,
-        topk: TopK = None,
+        topk: KeptTiles | int | Sequence[int] | None = None,
         denoising: DenoisingPass | None = None,
         recorder: Recorder | None = None,
     ) -> Tensor:
@@ -159,7 +159,7 @@ class VideoDiT(nn.Module):
                 zero-padded to 512, unmasked).
             cond_latents: `[B, Cc, T, H, W]` conditions, concatenated along channels (image-to-video).
             image_embeds: `[B, I, image_dim]` image tokens.
-            topk: kv tiles per query tile, one int for all layers or one per layer; None is all tiles. If it changes
+            topk: kv tiles per query tile, one for all layers or one per layer; None is all tiles. If it changes
                 over a denoising, each sample uses the value at its own timestep.
             denoising: the current pass of a denoising, which then determines the top-k of all samples; None in
                 training.
@@ -169,19 +169,13 @@ class VideoDiT(nn.Module):
         layout = self.layout_for(latents.shape[1:], x_t.device)
         self._check_inputs(latents, timestep, text, text_mask, image_embeds, layout)
         grid = layout.segments[0].grid_thw
-        sample_topk = None
-        if isinstance(topk, DenoisingTopk):
-            if denoising is not None:
-                topk = topk.at(denoising.progress, denoising.step)
-            elif topk.ranges:
-                sample_topk = topk.per_sample(timestep, len(self.blocks))
-        ctx = AttnContext(
-            layout=layout,
-            topk=self._topk_per_layer(topk, layout),
-            sample_topk=sample_topk,
-            denoising=denoising,
-            recorder=recorder,
-        )
+        kept = KeptTiles.of(layout.num_video_tiles if topk is None else topk)
+        if denoising is not None:
+            kept = kept.at(denoising.progress, denoising.step)
+        else:
+            kept = kept.at_timesteps(timestep, len(self.blocks))
+        kept.by_layer(len(self.blocks))
+        ctx = AttnContext(layout=layout, topk=kept, denoising=denoising, recorder=recorder)
 
         # all values per token are permuted once, here, and the velocity is permuted back at the end
         x = self.patch_embedding(layout.permute(patchify(latents, self.patch_size)))
@@ -314,7 +308,7 @@ class VideoDiT(nn.Module):
     def flops(
         self,
         latent_shape: Sequence[int],
-        topk: TopK = None,
+        topk: KeptTiles | float | None = None,
         text_len: int = 512,
         *,
         image_len: int = 0,
@@ -324,16 +318,25 @@ class VideoDiT(nn.Module):
 
         Args:
             latent_shape: `[C, T, H, W]`.
-            topk: top-k as in `forward`; if it changes over a denoising, its largest value is counted.
+            topk: kv tiles per query tile, or their expected number, see `AttentionMethod.pairs`; if it changes over a
+                denoising, its largest value is counted. None: all, or what the methods expect to keep.
             text_len: S.
             image_len: image tokens of image-to-video models.
             training: count forward and backward instead of the forward only.
         """
         layout = self.layout_for(latent_shape, "cpu")
-        pairs = [self._block(i).method.pairs(layout, k) for i, k in enumerate(self._topk_per_layer(topk, layout))]
+        pairs = self.pairs(layout, topk)
         return count_flops(
             self, pairs, num_tokens=layout.num_tokens, text_len=text_len, image_len=image_len, training=training
         )
+
+    def pairs(self, layout: TileLayout, topk: KeptTiles | float | None = None) -> list[float]:
+        """Executed query-key pairs of one head in each layer; `topk` as in `flops`."""
+        methods = [self._block(i).method for i in range(len(self.blocks))]
+        if topk is None:
+            return [method.expected_pairs(layout) for method in methods]
+        counts = KeptTiles.of(topk).largest().by_layer(len(methods))
+        return [method.pairs(layout, k) for method, k in zip(methods, counts, strict=True)]
 
     def _block(self, index: int) -> TransformerBlock:
         return cast(TransformerBlock, self.blocks[index])
@@ -345,15 +348,6 @@ class VideoDiT(nn.Module):
     def _image(self, image_embeds: Tensor) -> Tensor:
         assert self.condition_embedder.image_embedder is not None
         return self.condition_embedder.image_embedder(image_embeds)
-
-    def _topk_per_layer(self, topk: TopK, layout: TileLayout) -> tuple[int, ...]:
-        num_layers = len(self.blocks)
-        if topk is None:
-            topk = layout.num_video_tiles
-        topks = topk.largest(num_layers) if isinstance(topk, DenoisingTopk) else per_layer(topk, num_layers)
-        if len(topks) != num_layers or min(topks) < 1:
-            raise ValueError(f"topk must be at least 1, one int or one per layer ({num_layers}), got {topk}")
-        return topks
 
     def _check_inputs(
         self,

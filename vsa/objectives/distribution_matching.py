@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 
 from vsa.attention.denoising import progress_of
+from vsa.attention.kept_tiles import KeptTiles
 from vsa.data.batch import VideoBatch, pad_text
 from vsa.diffusion import distribution_matching as dm
 from vsa.diffusion import flow_matching as fm
 from vsa.diffusion import sampler
 from vsa.diffusion.rollout import Update, rollout, rollout_index, stream_seeds
 from vsa.models.forward_hooks import add_to_output, capture_outputs
-from vsa.models.video_dit import TopK, VideoDiT
+from vsa.models.video_dit import VideoDiT
 from vsa.objectives.discriminator import Discriminator, Gan
 from vsa.objectives.step_embedding import StepEmbedding
 from vsa.settings import NonNegative, Positive, checked
@@ -183,7 +184,7 @@ class DistributionMatching:
         return sum(start <= progress_of(t) < stop for t in self.step_list) / len(self.step_list)
 
     def generate(
-        self, generator: VideoDiT, batch: VideoBatch, latents: Tensor, *, update: Update, index: int, topk: TopK
+        self, generator: VideoDiT, batch: VideoBatch, latents: Tensor, *, update: Update, index: int, topk: KeptTiles
     ) -> Tensor:
         """Generated data `[B, C, T, H, W]` at step `index` of the list, from noise that belongs to the update."""
 
@@ -202,7 +203,7 @@ class DistributionMatching:
         *,
         seed: int,
         iteration: int,
-        topk: TopK,
+        topk: KeptTiles,
         index: int | None = None,
     ) -> ScoredRollout:
         """Distribution matching loss of a micro-batch with normalised latents `[B, C, T, H, W]` (DMD, section 3.2).
@@ -249,7 +250,7 @@ class DistributionMatching:
         )
 
     def fake_score_update(
-        self, networks: Networks, batch: VideoBatch, latents: Tensor, *, seed: int, iteration: int, topk: TopK
+        self, networks: Networks, batch: VideoBatch, latents: Tensor, *, seed: int, iteration: int, topk: KeptTiles
     ) -> ScoredRollout:
         """Flow matching loss of the critic on new data of the generator; arguments as in `generator_update`."""
         index = self.index(seed=seed, iteration=iteration, update="fake_score")
@@ -269,7 +270,7 @@ class DistributionMatching:
         return ScoredRollout(x0=x0, index=index, loss=loss, sigmas=sigmas, parts=parts)
 
     def _fake_velocity(
-        self, networks: Networks, batch: VideoBatch, x_t: Tensor, timestep: Tensor, topk: TopK, index: int
+        self, networks: Networks, batch: VideoBatch, x_t: Tensor, timestep: Tensor, topk: KeptTiles, index: int
     ) -> Tensor:
         """Velocity of the critic for data generated at step `index` of the list."""
         assert self.step_aware == (networks.fake_steps is not None)
@@ -278,7 +279,7 @@ class DistributionMatching:
             return critic(x_t, timestep, **batch.conditions, topk=topk)
 
     def _logits(
-        self, networks: Networks, batch: VideoBatch, x_t: Tensor, timestep: Tensor, topk: TopK, index: int
+        self, networks: Networks, batch: VideoBatch, x_t: Tensor, timestep: Tensor, topk: KeptTiles, index: int
     ) -> tuple[Tensor, Tensor]:
         """Logits `[B, layers]` of the classifier on the critic's features, and the critic's velocity."""
         assert self.gan is not None
@@ -313,7 +314,7 @@ class DistributionMatching:
         negative: NegativeText | None,
         x_t: Tensor,
         timestep: Tensor,
-        topk: TopK,
+        topk: KeptTiles,
     ) -> Tensor:
         cond = real_score(x_t, timestep, **batch.conditions, topk=topk)
         if not self.guided:

@@ -13,10 +13,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from vsa.attention.kept_tiles import KeptTiles
 from vsa.data.batch import VideoBatch
 from vsa.diffusion import flow_matching as fm
 from vsa.models.forward_hooks import capture_outputs
-from vsa.models.video_dit import TopK, VideoDiT
+from vsa.models.video_dit import VideoDiT
 from vsa.settings import NonNegative, Positive, checked
 from vsa.transfer import copy_async
 
@@ -87,7 +88,7 @@ class FlowMatchingLoss:
     logit_std: Positive = 1.0
     weighting: Literal["uniform", "sigma_sqrt", "cosmap"] = "uniform"
 
-    def __call__(self, model: VideoDiT, batch: VideoBatch, latents: Tensor, *, seed: int, topk: TopK) -> LossTerms:
+    def __call__(self, model: VideoDiT, batch: VideoBatch, latents: Tensor, *, seed: int, topk: KeptTiles) -> LossTerms:
         """Loss terms of a micro-batch with normalised latents `[B, C, T, H, W]`."""
         noised = self.noised(model, batch, latents, seed=seed)
         velocity = model(noised.x_t, noised.timestep, **batch.conditions, topk=topk)
@@ -171,7 +172,7 @@ class FinetuneLoss(FlowMatchingLoss):
         latents: Tensor,
         *,
         seed: int,
-        topk: TopK,
+        topk: KeptTiles,
     ) -> LossTerms:
         """Weighted sum of the terms, and each term, for a micro-batch with normalised latents `[B, C, T, H, W]`."""
         noised = self.noised(model, batch, latents, seed=seed)

@@ -156,7 +156,7 @@ def sample_pipeline(
         options = {**clip._asdict(), "steps": steps, **shared}
         videos = generate_videos(pipe, prompts, seeds=seeds, progress=advance, **options)
     applied = applied_attention(pipe.transformer or pipe.transformer_2)
-    plan = DenoisingPlan() if applied is None else applied.budget.denoising
+    plan = DenoisingPlan() if applied is None else applied.plan
     record = {
         "pipeline": pipeline,
         "transformer": attention.get("transformer"),

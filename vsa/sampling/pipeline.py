@@ -18,8 +18,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from vsa.attention.denoising import Denoising, DenoisingPlan, Topk, progress_of
-from vsa.attention.sparsity import SparsityPoint, SparsitySchedule, constant_topk, mean_topk, resolve_topk
+from vsa.attention.denoising import Denoising, DenoisingPlan, progress_of
+from vsa.attention.kept_tiles import Budget
+from vsa.attention.sparsity import SparsityPoint, SparsitySchedule
 from vsa.checkpoints.run_checkpoint import resolve_checkpoint
 from vsa.checkpoints.sampling_settings import sampling_of
 from vsa.checkpoints.wan import gate_names
@@ -136,13 +137,12 @@ class LoadedRun:
         plan = self.sparsity.denoising if at != "dense" else DenoisingPlan()
         budgets = sparsity is None and topk is None
         plan = replace(plan if budgets else plan.without_budgets(), **(denoising or {}))
-        requested_topk = topk if sparsity is None else resolve_topk(sparsity, num_tiles, plan.rounding)
-        resolved_topk: Topk
-        if requested_topk is not None:
-            resolved_topk = constant_topk(requested_topk, plan, num_tiles)
+        if sparsity is not None:
+            topk = Budget(sparsity=sparsity).tiles(num_tiles, plan.rounding)
+        if topk is not None:
+            kept = plan.constant((topk,) if isinstance(topk, int) else topk, num_tiles)
         else:
-            schedule = self.sparsity.with_denoising(plan)
-            resolved_topk = schedule.topk_after(self.step, num_tiles, len(self.model.blocks), at)
+            kept = self.sparsity.with_denoising(plan).topk_after(self.step, num_tiles, len(self.model.blocks), at)
         overrides = {"steps": steps, "guidance": guidance, "flow_shift": flow_shift}
         overrides = {name: value for name, value in overrides.items() if value is not None}
         if self.step_list is None:
@@ -158,7 +158,7 @@ class LoadedRun:
         return SampleSettings(
             seed=seed,
             **{**own, **overrides},
-            topk=resolved_topk,
+            topk=kept,
             denoising=plan,
             latent_shape=shape,  # type: ignore[arg-type]
             batch_size=batch_size,
@@ -341,7 +341,8 @@ def settings_dict(settings: SampleSettings, run: LoadedRun) -> Mapping[str, Any]
     """Settings and description of the weights as plain values, for the JSON file of the samples."""
     shape = settings.latent_shape
     num_tiles, num_layers = run.model.layout_for(shape).num_video_tiles, len(run.model.blocks)
-    topk_rows, changes = settings.kept(num_tiles, num_layers), settings.denoising.changes()
+    kept, changes = settings.kept(num_tiles, num_layers), settings.denoising.changes()
+    means = [topk.mean(num_tiles) for topk in kept]
     return {
         "checkpoint": run.source,
         "step": run.step,
@@ -351,11 +352,11 @@ def settings_dict(settings: SampleSettings, run: LoadedRun) -> Mapping[str, Any]
         "step_list": None if settings.step_list is None else list(settings.step_list),
         "guidance": settings.guidance,
         "flow_shift": settings.flow_shift,
-        "topk": topk_rows[-1][0] if len(set(topk_rows[-1])) == 1 else topk_rows[-1],
+        "topk": kept[-1].number,
         "num_tiles": num_tiles,
-        "sparsity": 1 - fmean(mean_topk(row, num_tiles) for row in topk_rows) / num_tiles,
+        "sparsity": 1 - fmean(means) / num_tiles,
         **({"denoising": changes} if changes else {}),
-        **({"topk_by_step": [mean_topk(row, num_tiles) for row in topk_rows]} if len(set(topk_rows)) > 1 else {}),
+        **({"topk_by_step": means} if len(set(kept)) > 1 else {}),
         "latent_shape": list(shape),
         "batch_size": settings.batch_size,
         "codec": {"id": run.codec.id, "hash": run.codec.hash},

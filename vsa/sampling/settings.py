@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from vsa.attention.denoising import DenoisingPlan, Topk, per_layer, progress_of, row_at
+from vsa.attention.denoising import Denoising, DenoisingPlan, progress_of
+from vsa.attention.kept_tiles import KeptTiles
 from vsa.data.batch import TextPadding
 from vsa.diffusion.flow_matching import to_timestep
 from vsa.diffusion.sampler import euler_sigmas, step_list
@@ -20,7 +21,7 @@ class SampleSettings:
         steps: Euler steps, or the length of `step_list`.
         guidance: classifier-free guidance scale in the standard form; 1 skips the unconditional pass.
         flow_shift: flow shift of the Euler steps; 1 with a step list, which already includes its shift.
-        topk: video kv tiles per query tile: one number, one per layer, or numbers that change during the denoising.
+        topk: video kv tiles per query tile.
         denoising: dense steps and layers, and reuse of selections; its budgets are part of `topk`.
         latent_shape: (C, T, H, W) of one clip.
         batch_size: clips sampled together; changes them only by rounding.
@@ -32,7 +33,7 @@ class SampleSettings:
     steps: int = 32
     guidance: float = 1.0
     flow_shift: float = 1.0
-    topk: Topk
+    topk: KeptTiles
     denoising: DenoisingPlan = field(default_factory=DenoisingPlan)
     latent_shape: tuple[int, int, int, int]
     batch_size: int = 16
@@ -43,7 +44,7 @@ class SampleSettings:
         for name in ("steps", "batch_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if isinstance(self.topk, int | tuple) and min(per_layer(self.topk, 1)) < 1:
+        if min(self.topk.layers) < 1:
             raise ValueError(f"topk must be at least 1, got {self.topk}")
         if len(self.latent_shape) != 4 or min(self.latent_shape) < 1:
             raise ValueError(f"latent_shape must be four positive sizes (C, T, H, W), got {self.latent_shape}")
@@ -64,11 +65,7 @@ class SampleSettings:
             return self.step_list
         return tuple(to_timestep(euler_sigmas(self.steps, self.flow_shift)[:-1]).tolist())
 
-    def kept(self, num_tiles: int, num_layers: int) -> list[tuple[int, ...]]:
+    def kept(self, num_tiles: int, num_layers: int) -> list[KeptTiles]:
         """Number of tiles that each layer keeps in each step."""
-        plan, steps = self.denoising, []
-        for i, timestep in enumerate(self.timesteps):
-            row = per_layer(row_at(self.topk, progress_of(timestep), i), num_layers)
-            dense = [i < plan.dense_steps or layer in plan.dense_layers for layer in range(num_layers)]
-            steps.append(tuple(num_tiles if all_of_them else k for all_of_them, k in zip(dense, row, strict=True)))
-        return steps
+        passes = (Denoising(self.denoising).at(i, progress_of(t)) for i, t in enumerate(self.timesteps))
+        return [now.kept(self.topk, num_tiles, num_layers) for now in passes]

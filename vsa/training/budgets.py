@@ -6,14 +6,14 @@ import math
 import time
 from bisect import bisect_left
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import lightning as L
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from vsa.attention.denoising import DenoisingTopk, Row, Topk
+from vsa.attention.kept_tiles import KeptTiles
 from vsa.attention.sparsity import SparsitySchedule
 from vsa.config import build, model_factory
 from vsa.models.init import without_memory
@@ -106,22 +106,20 @@ class _Work:
         self._text = datamodule.text_encoder.max_tokens
         self._tiles = {shape: self._model.layout_for(shape).num_video_tiles for shape in shapes}
         self._share = {shape: datamodule.batch_size * count / sum(shapes.values()) for shape, count in shapes.items()}
-        self._row_flops = cache(self._count)
+        self._flops = cache(self._count)
 
     @property
     def tokens(self) -> float:
         """Tokens of the samples of a step."""
         return sum(self._model.layout_for(shape).num_tokens * share for shape, share in self._share.items())
 
-    def _count(self, shape: tuple[int, ...], row: Row) -> float:
-        return self._model.flops(shape, row, self._text).executed
+    def _count(self, shape: tuple[int, ...], topk: KeptTiles) -> float:
+        def share(start: float, stop: float) -> float:
+            tokens = self._model.layout_for(shape).num_tokens
+            return build(self._cfg.task.objective).progress_share(start, stop, num_tokens=tokens)
 
-    def _flops(self, shape: tuple[int, ...], topk: Topk) -> float:
-        if not isinstance(topk, DenoisingTopk):
-            return self._row_flops(shape, topk)
-        tokens = self._model.layout_for(shape).num_tokens
-        rows = topk.weighted(partial(build(self._cfg.task.objective).progress_share, num_tokens=tokens))
-        return sum(weight * self._row_flops(shape, row) for weight, row in rows)
+        expected = topk.expected(share) if self._model.selects else None
+        return self._model.flops(shape, expected, self._text).executed
 
     def final_step(self, cfg: Any) -> int:
         """First step at which all token grids have the schedule's end value; ValueError for an adaptive schedule."""
@@ -160,7 +158,7 @@ class _Work:
     @property
     def least_flops(self) -> float:
         """FLOPs of a step with one tile per query tile."""
-        return sum(self._share[shape] * self._flops(shape, 1) for shape in self._tiles)
+        return sum(self._share[shape] * self._flops(shape, KeptTiles((1,))) for shape in self._tiles)
 
     def steps_nearest(self, budget: float, cost: Callable[[float], float], least: float) -> int:
         """The number of steps whose total cost is nearest to the budget (the paper compares at equal FLOPs).

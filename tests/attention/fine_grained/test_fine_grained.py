@@ -15,6 +15,7 @@ from vsa.attention.context import AttnContext, recorded_index
 from vsa.attention.denoising import DenoisingPass
 from vsa.attention.dense import dense_attn
 from vsa.attention.fine_grained.method import FineGrainedAttention, mean_logits
+from vsa.attention.kept_tiles import KeptTiles
 from vsa.attention.layout import Segment
 from vsa.attention.selection import RowRule, select_blocks
 
@@ -40,7 +41,9 @@ def run(method, segments, tensors, **context):
     """Output in the order the tokens arrive in, and what the layer recorded."""
     layout = method.layout([Segment(s) if isinstance(s, tuple) else s for s in segments], "cpu")
     records = {}
-    ctx = AttnContext(layout=layout, topk=1, recorder=lambda _, tensors: records.update(tensors), **context)
+    ctx = AttnContext(
+        layout=layout, topk=KeptTiles.of(1), recorder=lambda _, tensors: records.update(tensors), **context
+    )
     parts = [layout.permute(x) for x in tensors]
     return layout.unpermute(method(*parts, {}, ctx)), records
 
@@ -170,7 +173,11 @@ def test_texts_and_samples(attended):
         samples.append(attention(*parts, mask))
     torch.testing.assert_close(out, torch.cat(samples, 1))
     assert (records["kept_density"] <= records["merged_density"]).all()
-    assert method.pairs(method.layout(segments), 1) == 75**2 + 54**2
+    layout = method.layout(segments)
+    assert method.expected_pairs(layout) == method.pairs(layout, layout.num_video_tiles) == 75**2 + 54**2
+    # a fifth of the tiles of the video of 70 and of 54 tokens, and all of the text
+    fifth = method.pairs(layout, layout.num_video_tiles / 5)
+    assert fifth == pytest.approx(70**2 / 5 + 2 * 70 * 5 + 5**2 + 54**2 / 5, rel=1e-12)
 
 
 @pytest.mark.parametrize("sizes", [(32, 16), (16, 32), (64, 4), (16, 1)], ids=str)
@@ -251,7 +258,9 @@ def test_denoising_keeps_the_lists_and_dense_layers_are_dense():
     def lists(tensors, **how):
         records = {}
         denoising = DenoisingPass(owner="x", cache=cache, **how)
-        ctx = AttnContext(layout=layout, topk=1, denoising=denoising, recorder=lambda _, t: records.update(t)).layer(0)
+        ctx = AttnContext(
+            layout=layout, topk=KeptTiles.of(1), denoising=denoising, recorder=lambda _, t: records.update(t)
+        ).layer(0)
         return method(*tensors, {}, ctx), records
 
     _, initial = lists(first, refresh=True)
@@ -299,7 +308,7 @@ def test_inference_compiles_and_exports_whole():
 
     class Layer(torch.nn.Module):
         def forward(self, q, k, v):
-            return method(q, k, v, {}, AttnContext(layout=layout, topk=1))
+            return method(q, k, v, {}, AttnContext(layout=layout, topk=KeptTiles.of(1)))
 
     tensors = tensors_of(90, dtype=torch.float32)
     with torch.no_grad():

@@ -14,6 +14,7 @@ from vsa.attention import stats
 from vsa.attention.context import AttnContext, recorded_index
 from vsa.attention.full import FullAttention
 from vsa.attention.grouped import GroupedAttention
+from vsa.attention.kept_tiles import KeptTiles
 from vsa.attention.layout import Segment
 from vsa.attention.neighborhood.method import NeighborhoodAttention, window_index
 from vsa.attention.staged import StagedAttention
@@ -33,7 +34,9 @@ def run(method, segments, tensors, **context):
     """Output in raster order."""
     layout = method.layout([Segment(segments)] if isinstance(segments[0], int) else segments, "cpu")
     parts = (layout.permute(x) for x in tensors)
-    return layout.unpermute(method.attend_combine(*parts, {}, AttnContext(layout=layout, topk=1, **context)))
+    return layout.unpermute(
+        method.attend_combine(*parts, {}, AttnContext(layout=layout, topk=KeptTiles.of(1), **context))
+    )
 
 
 def grads_of(out, leaves):

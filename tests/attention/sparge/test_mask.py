@@ -10,6 +10,7 @@ from vsa_kernels import block_mean_and_similarity
 from vsa_kernels.block_index import Blocks
 
 from tests.attention.sparge.oracle import mask
+from vsa.attention.kept_tiles import KeptTiles
 from vsa.attention.selection import Shares, sparge_top_p
 from vsa.attention.sparge.mask import block_statistics, first_stage
 
@@ -46,7 +47,8 @@ def check(heads, tokens, sizes, alike, seed, tau, theta, topk=None):
     q_blocks, kv_blocks = (blocks_of(n, size) for n, size in zip(tokens, sizes, strict=True))
     taus, thetas = (torch.tensor(values[: heads[0]], dtype=torch.float64) for values in (tau, theta))
     statistics = block_statistics(q, k, q_blocks, kv_blocks)
-    actual = first_stage(statistics, Shares(taus) if topk is None else topk, thetas).to_dense(kv_blocks.num).int()
+    rule = Shares(taus) if topk is None else KeptTiles.of(topk)
+    actual = first_stage(statistics, rule, thetas).to_dense(kv_blocks.num).int()
     assert actual.shape == (2, heads[0], q_blocks.num, kv_blocks.num)
     clear = True
     for b in range(2):

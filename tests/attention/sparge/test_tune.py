@@ -10,6 +10,7 @@ import torch
 from tests.attention.sparge.test_method import SIZES, fields
 from vsa.attention.context import AttnContext
 from vsa.attention.full import dense_attn
+from vsa.attention.kept_tiles import KeptTiles
 from vsa.attention.layout import Segment
 from vsa.attention.sparge.method import SpargeAttention
 from vsa.attention.sparge.tune import Input, Search, tune_layer
@@ -33,7 +34,9 @@ def measured(head, **setting):
     for q, k, v, grid in inputs():
         method, records = SpargeAttention(**SIZES, **BLOCKS, **setting), {}
         layout = method.layout([Segment(grid)])
-        ctx = AttnContext(layout=layout, topk=1, recorder=lambda _, tensors, into=records: into.update(tensors))
+        ctx = AttnContext(
+            layout=layout, topk=KeptTiles.of(1), recorder=lambda _, tensors, into=records: into.update(tensors)
+        )
         out = layout.unpermute(method(*(layout.permute(x) for x in (q, k, v)), {}, ctx))[:, :, head]
         dense = dense_attn(q, k, v)[:, :, head]
         error, size = error + (out - dense).abs().sum(), size + dense.abs().sum()

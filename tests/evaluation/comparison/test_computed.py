@@ -13,6 +13,7 @@ from vsa.attention.compressed_kv import CompressedKV
 from vsa.attention.context import AttnContext
 from vsa.attention.full import FullAttention
 from vsa.attention.grouped import GroupedAttention
+from vsa.attention.kept_tiles import KeptTiles
 from vsa.attention.layout import Segment, TileLayout
 from vsa.attention.pooled_tail import PooledTail
 from vsa.attention.staged import StagedAttention
@@ -88,7 +89,7 @@ def test_what_a_method_computes_is_what_moves_its_output(name):
     generator = torch.Generator().manual_seed(0)
     q, k = torch.randn(2, 1, 60, 2, 4, generator=generator, dtype=torch.float64)
     records = {}
-    ctx = AttnContext(layout=layout, topk=topk, recorder=lambda _, tensors: records.update(tensors))
+    ctx = AttnContext(layout=layout, topk=KeptTiles.of(topk), recorder=lambda _, tensors: records.update(tensors))
     method.attend(q, k, k, ctx)
     pairs = computed_pairs(method, layout, records)
     assert pairs.rows is not None
@@ -104,7 +105,7 @@ def test_what_a_method_computes_is_what_moves_its_output(name):
     for key in (0, 31, 59):
         marks = torch.zeros(1, 60, 2, 4, dtype=torch.float64)
         marks[:, key] = 1
-        part = method.attend(q, k, marks, AttnContext(layout=layout, topk=topk))
+        part = method.attend(q, k, marks, AttnContext(layout=layout, topk=KeptTiles.of(topk)))
         out = part["fine"] if "fine" in part else part["out"]
         changes = (out[..., 0] > 0).transpose(1, 2)
         if name == "pooled_tail":

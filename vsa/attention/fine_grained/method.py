@@ -114,13 +114,17 @@ class FineGrainedAttention(AttentionMethod):
     def combine(self, parts: dict[str, Tensor], extra: dict[str, Tensor], ctx: AttnContext) -> Tensor:
         return parts["out"]
 
-    def pairs(self, layout: TileLayout, topk: int) -> float:
-        """Upper bound of the pairs, all pairs of each sample: the number that is kept depends on q and k.
+    def pairs(self, layout: TileLayout, topk: float) -> float:
+        """Pairs with `topk` tiles after merging; all of them is an upper bound, since the number depends on q and k.
 
-        A recorder receives the shares `[B, H]` of them that a call keeps (`kept_density`) and, after merging, computes
-        (`merged_density`).
+        A recorder receives the shares `[B, H]` of all pairs that a call keeps (`kept_density`) and, after merging,
+        computes (`merged_density`).
         """
-        return float(sum((stop - start) ** 2 for start, stop in layout.sample_spans))
+        total, share = 0.0, min(topk / layout.num_video_tiles, 1.0) if layout.num_video_tiles else 1.0
+        for sample, (start, stop) in enumerate(layout.sample_spans):
+            video = stop - start - sum(b - a for a, b, owner in layout.text_spans if owner == sample)
+            total += (stop - start) ** 2 - (1 - share) * video**2
+        return total
 
     def _select(self, q: Tensor, k: Tensor, v: Tensor, layout: TileLayout) -> BlockIndex:
         """The kv tiles that every video query tile keeps, `[B, H, Nq, Nkv]`, computed for some heads at a time."""

@@ -122,7 +122,7 @@ class NeighborhoodAttention(AttentionMethod):
     def combine(self, parts: dict[str, Tensor], extra: dict[str, Tensor], ctx: AttnContext) -> Tensor:
         return parts["out"]
 
-    def pairs(self, layout: TileLayout, topk: int) -> float:
+    def pairs(self, layout: TileLayout, topk: float) -> float:
         """Pairs that are computed: all pairs of visited tiles, also those that a fine mask hides."""
         axes = _axes(layout.segments, self.rules)
         if is_whole(axes):

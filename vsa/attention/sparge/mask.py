@@ -31,8 +31,9 @@ from torch import Tensor
 from vsa_kernels import BlockIndex, block_mean_and_similarity, block_mean_pool, mean_scores
 from vsa_kernels.block_index import Blocks
 
+from vsa.attention.kept_tiles import KeptTiles
 from vsa.attention.scores import per_head
-from vsa.attention.selection import RowRule, SampleTopk, Shares, select_blocks
+from vsa.attention.selection import RowRule, Shares, select_blocks
 
 Span = tuple[int, int]
 
@@ -117,7 +118,7 @@ def _mean_token(x: Tensor, blocks: Blocks) -> Tensor:
 
 
 @torch.no_grad()
-def first_stage(known: BlockStatistics, rule: RowRule | Shares | SampleTopk | int, theta: float | Tensor) -> BlockIndex:
+def first_stage(known: BlockStatistics, rule: RowRule | Shares | KeptTiles, theta: float | Tensor) -> BlockIndex:
     """First stage of SpargeAttn: the kv blocks of every query block.
 
     Args:

@@ -21,9 +21,10 @@ from vsa_kernels import BlockIndex, block_sparse_attn, skipping_attn
 from vsa.attention.base import AttentionMethod
 from vsa.attention.context import AttnContext
 from vsa.attention.full import text_attn
+from vsa.attention.kept_tiles import KeptTiles
 from vsa.attention.layout import Segment, TileLayout
 from vsa.attention.scores import with_damage_first
-from vsa.attention.selection import RowRule, SampleTopk, Shares, sparge_top_p
+from vsa.attention.selection import RowRule, Shares, sparge_top_p
 from vsa.attention.sparge.mask import BlockStatistics, block_statistics, first_stage
 from vsa.attention.sparge.tuned import HeadSettings, Tuned, parse_tuned, read_tuned
 from vsa.settings import AtLeastOne, NonPositive, PositiveShare, checked
@@ -200,7 +201,7 @@ class SpargeAttention(AttentionMethod):
         per_head = self._per_head(q.device)
         statistics = self.statistics(q, k, layout) if ctx.ranks else None
 
-        def choose(topk: int | SampleTopk) -> BlockIndex:
+        def choose(topk: KeptTiles) -> BlockIndex:
             assert statistics is not None
             known = replace(statistics, scores=with_damage_first(statistics.scores, k, v, layout))
             return first_stage(known, topk if self.rule == "topk" else per_head.rule, per_head.theta)
@@ -216,17 +217,20 @@ class SpargeAttention(AttentionMethod):
     def combine(self, parts: dict[str, Tensor], extra: dict[str, Tensor], ctx: AttnContext) -> Tensor:
         return parts["out"]
 
-    def pairs(self, layout: TileLayout, topk: int) -> float:
-        """Pairs of block means and of attention. With rule=topk a row counts `topk` blocks, which is exact when blocks
-        are full and none is forced. Tuned settings count their measured sparsity; otherwise all pairs are counted,
-        since the number depends on the data."""
-        total, heads = float(layout.video_blocks.num * layout.kv_blocks.num), self._tuned()
+    @property
+    def expected_share(self) -> float:  # type: ignore[override]
+        """Share of the blocks that tuned settings kept when they were measured; else all, an upper bound."""
+        heads = self._tuned()
+        return 1.0 if heads is None else 1 - math.fsum(head.sparsity for head in heads) / len(heads)
+
+    def pairs(self, layout: TileLayout, topk: float) -> float:
+        """Pairs of block means and of attention with `topk` blocks, which is exact with rule=topk when blocks are full
+        and none is forced."""
+        total = float(layout.video_blocks.num * layout.kv_blocks.num)
         for sample, (start, stop) in enumerate(layout.sample_spans):
             text = sum(b - a for a, b, owner in layout.text_spans if owner == sample)
             video, blocks = stop - start - text, layout.video_tiles[sample]
-            share = min(topk, blocks) / blocks if self.selects and blocks else 1.0
-            if heads is not None:
-                share = 1 - math.fsum(head.sparsity for head in heads) / len(heads)
+            share = min(topk, blocks) / blocks if blocks else 1.0
             total += video * (video * share + text) + text * (video + text)
         return total
 

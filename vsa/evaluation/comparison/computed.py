@@ -44,7 +44,7 @@ def computed_pairs(method: AttentionMethod, layout: TileLayout, recorded: Mappin
     if recorded is not None and "kv_indices" in recorded:
         return of_lists(recorded_index(recorded), layout)
     # a method without lists selects nothing; its formula counts the computed pairs, pooled keys included
-    share = method.pairs(layout, layout.num_video_tiles) / layout.num_tokens**2
+    share = method.expected_pairs(layout) / layout.num_tokens**2
     some = torch.zeros(1, dtype=torch.int64, device=layout.device)
     if share < 1 and method.sees(some, layout) is None:
         return Computed(share, share, None)

@@ -16,6 +16,7 @@ from vsa_kernels import BlockIndex, block_sparse_attn
 
 from vsa.attention.base import AttentionMethod
 from vsa.attention.context import INDEX, AttnContext, recorded_index
+from vsa.attention.kept_tiles import KeptTiles
 from vsa.attention.layout import Segment, TileLayout
 from vsa.attention.scores import per_head
 from vsa.attention.stats import dense_weights, sample_tokens
@@ -186,13 +187,13 @@ class _Prepared:
             # initial gates do not depend on the hidden states
             self.extra = self.method.project(q.new_zeros(batch, length, heads * dim))
         topk = capture.topk if asked.trained and capture.topk is not None else asked.kept(self.layout)
-        self.ctx = AttnContext(layout=self.layout, topk=topk, layer_idx=capture.layer)
+        self.ctx = AttnContext(layout=self.layout, topk=KeptTiles((topk,)), layer_idx=capture.layer)
         recorded: dict[str, Tensor] = {}
 
         def record(_: int, tensors: dict[str, Tensor]) -> None:
             recorded.update({name: tensors[name] for name in INDEX if name in tensors})
 
-        recording = AttnContext(layout=self.layout, topk=topk, layer_idx=capture.layer, recorder=record)
+        recording = replace(self.ctx, recorder=record)
         self.method.attend_combine(self.q, self.k, self.v, self.extra, recording)
         self.computed: Computed = computed_pairs(self.method, self.layout, recorded)
         self.index = _bounded(recorded_index(recorded)) if recorded else None

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from vsa.attention.base import AttentionMethod
+from vsa.attention.kept_tiles import Budget
 from vsa.attention.layout import TileLayout
-from vsa.attention.sparsity import resolve_topk
 from vsa.attention.tiling import Grid
 from vsa.config import attention_config, build, shown
 from vsa.settings import AtLeastOne, ShareBelowOne, fits
@@ -53,7 +53,7 @@ class Method:
         """Number of tiles that a query tile keeps in a layout; all for methods without a budget."""
         tiles = layout.num_video_tiles
         if self.sparsity is not None:
-            return resolve_topk(self.sparsity, tiles)
+            return Budget(sparsity=self.sparsity).tiles(tiles)
         if self.topk is not None and self.topk > tiles:
             raise ValueError(
                 f"{self.label}: topk {self.topk} is above the {tiles} tiles of {layout.segments[0].grid_thw}"

@@ -125,7 +125,6 @@ class ComparedModel(ABC):
                     if layer not in layers:
                         return
                     q, k, v, *rest = (ctx.layout.unpermute(x).cpu() for x in (q, k, v, *extra.values()))
-                    known = self.attention is not None and isinstance(ctx.topk, int)
                     captures.append(
                         Capture(
                             name=name,
@@ -136,7 +135,7 @@ class ComparedModel(ABC):
                             layer=layer,
                             timestep=timestep,
                             extra=dict(zip(extra, rest, strict=True)),
-                            topk=ctx.topk if known else None,
+                            topk=None if self.attention is None else ctx.topk.count,
                         )
                     )
 

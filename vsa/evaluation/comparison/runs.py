@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vsa.attention.denoising import DenoisingPlan, Row, progress_of, row_at
+from vsa.attention.denoising import DenoisingPlan, progress_of
 from vsa.attention.full import FullAttention
-from vsa.attention.sparsity import ConstantSparsity, constant_topk
+from vsa.attention.kept_tiles import KeptTiles
+from vsa.attention.sparsity import ConstantSparsity
 from vsa.checkpoints.run_checkpoint import resolve_checkpoint
 from vsa.checkpoints.weight_source import is_run
 from vsa.evaluation.attention_map import denoise_once
@@ -96,7 +97,7 @@ class RunModel(ComparedModel):
         layout = model.layout_for(settings.latent_shape, run.device)
         if not method.trained:
             followed = (plan or DenoisingPlan()).for_method(selects=model.selects, predicts=model.predicts)
-            topk = constant_topk(method.kept(layout), followed, layout.num_video_tiles)
+            topk = followed.constant((method.kept(layout),), layout.num_video_tiles)
             settings = replace(settings, topk=topk, denoising=followed)
         seeds = clip_seeds(settings.seed, prompts)
         videos, seconds = [], 0.0
@@ -116,17 +117,17 @@ class RunModel(ComparedModel):
     def _density(self, model: VideoDiT, prompt: str, settings: SampleSettings) -> float:
         """Mean density over steps and layers, measured once for every top-k."""
         plan = settings.denoising
-        densities_by_row: dict[Row, list[float]] = {}
+        densities_of: dict[KeptTiles, list[float]] = {}
         steps = []
         for step, timestep in enumerate(settings.timesteps):
             dense = [step < plan.dense_steps or layer in plan.dense_layers for layer in range(self.num_layers)]
             if all(dense):
                 steps.append(1.0)
                 continue
-            row = row_at(settings.topk, progress_of(timestep), step)
-            if row not in densities_by_row:
-                densities_by_row[row] = self._densities(model, prompt, replace(settings, topk=row))
-            shares = zip(dense, densities_by_row[row], strict=True)
+            topk = settings.topk.at(progress_of(timestep), step)
+            if topk not in densities_of:
+                densities_of[topk] = self._densities(model, prompt, replace(settings, topk=topk))
+            shares = zip(dense, densities_of[topk], strict=True)
             steps.append(fmean(1.0 if whole else share for whole, share in shares))
         return fmean(steps)
 

@@ -15,7 +15,7 @@ from vsa_kernels import BlockIndex
 
 from vsa.attention import stats
 from vsa.attention.context import recorded_index
-from vsa.attention.denoising import Topk
+from vsa.attention.kept_tiles import KeptTiles
 from vsa.attention.layout import TileLayout
 from vsa.evaluation.attention_map import denoise_once, tile_map
 from vsa.evaluation.inspection.metrics import (
@@ -101,7 +101,7 @@ def inspect_clip(
     text_mask: Tensor | None,
     *,
     timesteps: Sequence[float],
-    topk: Topk,
+    topk: KeptTiles,
     shown: Shown,
     layers: Sequence[int],
     tokens: int | None = 256,
@@ -116,7 +116,7 @@ def inspect_clip(
         text: `[1, S, E]`.
         text_mask: bool `[1, S]`, or None.
         timesteps: timesteps in [0, 1000]; each selection is compared with the one before.
-        topk: tiles per query tile, for all layers or one entry per layer.
+        topk: tiles per query tile.
         shown: layers, heads and query tiles whose selection is stored per tile; layers without one are skipped.
         layers: layers to measure.
         tokens: number of query tokens whose dense attention gives the recall, None for all.

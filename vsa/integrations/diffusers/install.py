@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -15,6 +15,7 @@ from vsa_kernels.dispatch import resolve_backend
 from vsa.attention.base import AttentionMethod, own_settings, required_settings
 from vsa.attention.denoising import Denoising, DenoisingPass, DenoisingPlan, progress_of
 from vsa.attention.full import FullAttention
+from vsa.attention.kept_tiles import Budget, KeptTiles
 from vsa.attention.layout import BlockOrder, Partition, Segment, TileLayout
 from vsa.attention.named import WITHOUT_PARAMETERS, name_of
 from vsa.attention.sparsity import ConstantSparsity
@@ -22,7 +23,7 @@ from vsa.attention.video_sparse import Backend, VideoSparseAttention
 from vsa.checkpoints.sparse_config import SparseAttentionConfig
 from vsa.integrations.diffusers.families import Family, family_of
 from vsa.integrations.diffusers.processors import Processor
-from vsa.integrations.diffusers.tile_attention import Budget, CurrentPass, FixedBudget, Pass, TileAttention
+from vsa.integrations.diffusers.tile_attention import CurrentPass, Pass, TileAttention
 from vsa.integrations.diffusers.ungated import UngatedVideoSparse
 
 MethodFactory = Callable[..., AttentionMethod]
@@ -48,7 +49,7 @@ class Installed(NamedTuple):
 
 
 class Applied:
-    """An attention method in a transformer: the installed layers, the budget and the current pass.
+    """An attention method in a transformer: the installed layers, the kept tiles and the current pass.
 
     Denoising steps are counted by the timestep: a lower timestep than in the last pass is the next step, an equal one
     the same step, and a higher one starts a new clip at step 0. If two transformers share a clip (Wan2.2), each counts
@@ -58,12 +59,22 @@ class Applied:
 
     Args:
         family: family of the transformer.
-        budget: tiles kept by layer.
+        kept_on: tiles kept on a grid of N tiles.
+        plan: dense steps and layers, and reuse of selections.
         trained: settings of the sparse checkpoint with the gates; None without one.
     """
 
-    def __init__(self, family: Family, budget: Budget, trained: SparseAttentionConfig | None = None):
-        self.family, self.budget, self.trained = family, budget, trained
+    def __init__(
+        self,
+        family: Family,
+        kept_on: Callable[[int], KeptTiles],
+        plan: DenoisingPlan,
+        trained: SparseAttentionConfig | None = None,
+    ):
+        # all layers of a pass need the same numbers
+        self.family, self.kept_on, self.plan, self.trained = family, cache(kept_on), plan, trained
+        # passes differ by their timestep; reading it waits for the device
+        self._reads_timestep = plan.follows_steps or kept_on(1).changes
         self.current = CurrentPass()
         self.layers: list[Installed] = []
         self.methods: list[AttentionMethod] = []
@@ -71,7 +82,7 @@ class Applied:
         self.step = self.number = 0
         self.last_timestep: float | None = None
         self._latents: Tensor | None = None
-        self._denoising = Denoising(budget.denoising)
+        self._denoising = Denoising(plan)
 
     def before_forward(self, transformer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Forward pre-hook that reads the grid, the text lengths and the denoising step from the arguments."""
@@ -85,9 +96,8 @@ class Applied:
         lengths = None
         if self.family.text_mask is not None:
             lengths = tuple(arguments[self.family.text_mask].sum(dim=1, dtype=torch.int).tolist())
-        plan = self.budget.denoising
-        now = DenoisingPass(dense_layers=plan.dense_layers)
-        if self.budget.reads_timestep:
+        now = DenoisingPass(dense_layers=self.plan.dense_layers)
+        if self._reads_timestep:
             now = self._next_pass(arguments["timestep"], arguments["hidden_states"].detach())
         self.current.value = Pass(
             grid_thw=self.family.grid(transformer.config, arguments),
@@ -96,7 +106,7 @@ class Applied:
         )
 
     def _next_pass(self, timestep: Tensor | float, latents: Tensor) -> DenoisingPass:
-        plan = self.budget.denoising
+        plan = self.plan
         # per-token timesteps are that of the clip, and 0 for condition tokens
         now, before = float(torch.as_tensor(timestep).max()), self.last_timestep
         again = now == before
@@ -128,10 +138,8 @@ class Applied:
         method: Any = self.methods[0]
         layout = method.layout((Segment(now.grid_thw),), "cpu")
         tiles = layout.num_video_tiles
-        topk = [self.budget.layer_topk(i, tiles, now) for i in range(len(self.methods))]
-        density = (
-            sum(topk) / (len(topk) * tiles) if method.selects else method.pairs(layout, tiles) / layout.num_tokens**2
-        )
+        topk = now.denoising.kept(self.kept_on(tiles), tiles, len(self.methods))
+        density = topk.mean(tiles) / tiles if method.selects else method.expected_pairs(layout) / layout.num_tokens**2
         return {
             "method": type(method).__name__,
             **({} if name_of(method) is None else method.settings()),
@@ -141,7 +149,7 @@ class Applied:
             "gates": sorted({name for layer in self.layers for name in layer.added}),
             "grid_thw": list(now.grid_thw),
             "num_tiles": tiles,
-            "topk": topk[0] if len(set(topk)) == 1 else topk,
+            "topk": topk.number,
             "sparsity": 1 - density,
         }
 
@@ -209,8 +217,9 @@ def apply(
     for name, value in own.items():
         if getattr(plan, name):
             raise ValueError(f"{name} is set twice: {name}={value}, and {name}={getattr(plan, name)} in denoising")
-    budget = fixed_budget(sparsity, topk, replace(plan, **own), len(family.blocks(transformer)))
-    applied = install(transformer, family, factory, budget, backend)
+    whole = replace(plan, **own)
+    kept_on = constant_topk(sparsity, topk, whole, len(family.blocks(transformer)))
+    applied = install(transformer, family, factory, kept_on, whole, backend)
     selects = any(layer.selects for layer in applied.methods)
     try:
         if not selects:
@@ -295,34 +304,39 @@ def video_sparse_factory(
     return partial(VideoSparseAttention, **layout, fine_gate=gates == "coarse_and_fine", backend=backend)
 
 
-def fixed_budget(
+def constant_topk(
     sparsity: float | str | None,
     topk: int | Sequence[int] | None,
-    denoising: DenoisingPlan,
+    plan: DenoisingPlan,
     num_layers: int,
-) -> FixedBudget:
-    """The budget for the arguments of `apply`."""
-    by_layer = None
-    if topk is not None and not isinstance(topk, int):
-        by_layer = tuple(int(n) for n in topk)
-        if len(by_layer) != num_layers:
-            raise ValueError(f"topk must have one entry for each of the {num_layers} layers, got {len(by_layer)}")
-    elif topk is not None:
-        by_layer = (topk,) * num_layers
+) -> Callable[[int], KeptTiles]:
+    """Tiles kept on a grid of N tiles, for the arguments of `apply`."""
+    by_layer = (topk,) if topk is None or isinstance(topk, int) else tuple(int(n) for n in topk)
+    if len(by_layer) != num_layers and isinstance(topk, Sequence):
+        raise ValueError(f"topk must have one entry for each of the {num_layers} layers, got {len(by_layer)}")
     # the schedule checks that exactly one of the two is given and in range
-    share = None if sparsity is None else float(sparsity)
-    ConstantSparsity(topk=None if by_layer is None else min(by_layer), sparsity=share)
-    for layer in denoising.dense_layers:
+    for k in by_layer:
+        ConstantSparsity(topk=k, sparsity=None if sparsity is None else float(sparsity))
+    for layer in plan.dense_layers:
         if not 0 <= layer < num_layers:
             raise ValueError(f"dense_layers must be in 0..{num_layers - 1}, got {layer}")
-    return FixedBudget(topk=by_layer, sparsity=sparsity, denoising=denoising)
+    budgets = [Budget(k, sparsity) for k in by_layer]
+    own = [budget for i, budget in enumerate(budgets) if len(budgets) == 1 or i not in plan.dense_layers]
+
+    def kept_on(num_tiles: int) -> KeptTiles:
+        for budget in (*own, *(budget for *_, budget in (*plan.ranges, *plan.steps))):
+            budget.check(num_tiles)
+        return plan.constant(tuple(budget.tiles(num_tiles, plan.rounding) for budget in budgets), num_tiles)
+
+    return kept_on
 
 
 def install(
     transformer: Any,
     family: Family,
     factory: MethodFactory,
-    budget: Budget,
+    kept_on: Callable[[int], KeptTiles],
+    plan: DenoisingPlan,
     backend: Backend | None = None,
     trained: SparseAttentionConfig | None = None,
 ) -> Applied:
@@ -332,13 +346,14 @@ def install(
         transformer: a transformer of the family.
         family: structure of the transformer.
         factory: factory of its layers.
-        budget: see `Applied`.
+        kept_on: see `Applied`.
+        plan: see `Applied`.
         backend: backend of the fine stage; None chooses by device.
         trained: see `Applied`.
     """
     if applied_attention(transformer) is not None:
         raise ValueError(f"{type(transformer).__name__} already has an attention method, call remove() first")
-    applied = Applied(family, budget, trained)
+    applied = Applied(family, kept_on, plan, trained)
     # everything is built and checked before the first layer changes
     for i, block in enumerate(family.blocks(transformer)):
         attn = getattr(block, family.attention)
@@ -352,7 +367,7 @@ def install(
     for i, (layer, layer_method) in enumerate(zip(applied.layers, applied.methods, strict=True)):
         for name, module in layer_method.extra_modules().items():
             layer.block.register_module(name, module)
-        attend = TileAttention(layer_method, i, budget, applied.current, family.text)
+        attend = TileAttention(layer_method, i, applied.kept_on, applied.current, family.text)
         layer.attn.set_processor(family.processor(attend))
     applied.hook = transformer.register_forward_pre_hook(applied.before_forward, with_kwargs=True)
     transformer._applied_attention = applied

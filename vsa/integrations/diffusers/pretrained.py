@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 
-from vsa.attention.denoising import DenoisingPlan
 from vsa.attention.video_sparse import Backend
-from vsa.checkpoints.sparse_config import SPARSE_CONFIG, SparseAttentionConfig, read_sparse_config
+from vsa.checkpoints.sparse_config import SPARSE_CONFIG, read_sparse_config
 from vsa.checkpoints.wan import attention_of
 from vsa.checkpoints.wan_config import video_dit_arguments
 from vsa.checkpoints.wan_names import is_gate
@@ -24,36 +23,7 @@ from vsa.checkpoints.weight_files import (
     refuse_other_tensors,
 )
 from vsa.integrations.diffusers.families import family_of
-from vsa.integrations.diffusers.install import Applied, fixed_budget, install, remove
-from vsa.integrations.diffusers.tile_attention import Budget, Pass
-
-
-class TrainedBudget:
-    """The top-k with which a checkpoint was trained.
-
-    Args:
-        config: sparse attention config of the checkpoint.
-    """
-
-    def __init__(self, config: SparseAttentionConfig):
-        self.config = config
-        # cached, because all layers of a pass need the same numbers
-        self._last: tuple[tuple[int, float, int], tuple[int, ...]] | None = None
-
-    @property
-    def denoising(self) -> DenoisingPlan:
-        return self.config.denoising
-
-    @property
-    def reads_timestep(self) -> bool:
-        return self.denoising.follows_steps or bool(self.config.topk_ranges or self.config.step_topk)
-
-    def layer_topk(self, layer: int, num_tiles: int, now: Pass) -> int:
-        """Number of tiles that a layer keeps of the `num_tiles` of a pass."""
-        key = (num_tiles, now.denoising.progress, now.denoising.step)
-        if self._last is None or self._last[0] != key:
-            self._last = key, self.config.layer_topk(num_tiles, progress=key[1], step=key[2])
-        return self._last[1][layer]
+from vsa.integrations.diffusers.install import Applied, constant_topk, install, remove
 
 
 def load_sparse(
@@ -111,14 +81,15 @@ def load_sparse(
         raise ValueError(f"{folder / SPARSE_CONFIG} has {config.num_layers} layers, the transformer has {num_layers}")
     options = dict(denoising or {})
     if sparsity is not None or topk is not None:
-        budget: Budget = fixed_budget(sparsity, topk, replace(config.denoising, **options), num_layers)
+        plan = replace(config.denoising, **options)
+        kept_on = constant_topk(sparsity, topk, plan, num_layers)
     else:
         for name in ("topk_ranges", "sparsity_ranges", "step_topk", "step_sparsity"):
             if options.get(name):
                 raise ValueError(f"{name}={options[name]} needs a sparsity or a topk for the rest of the denoising")
         config = replace(config, **options)
-        budget = TrainedBudget(config)
-    applied = install(transformer, family, attention_of(config, backend), budget, backend, config)
+        kept_on, plan = config.kept_on, config.denoising
+    applied = install(transformer, family, attention_of(config, backend), kept_on, plan, backend, config)
     try:
         _load_gates(transformer, applied, weights)
     except ValueError:

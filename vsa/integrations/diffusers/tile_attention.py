@@ -6,10 +6,9 @@ B batch, L tokens of a row (video and, in joint models, text), H heads, D head d
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from fractions import Fraction
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,9 +16,9 @@ from torch import Tensor
 
 from vsa.attention.base import AttentionMethod
 from vsa.attention.context import AttnContext
-from vsa.attention.denoising import DenoisingPass, DenoisingPlan
+from vsa.attention.denoising import DenoisingPass
+from vsa.attention.kept_tiles import KeptTiles
 from vsa.attention.layout import Segment
-from vsa.attention.sparsity import resolve_topk
 
 Grid = tuple[int, int, int]
 TextSide = Literal["none", "first", "last"]
@@ -32,70 +31,12 @@ class Pass:
     Args:
         grid_thw: video tokens along time, height, width.
         text_lengths: number of real text tokens of each sample, the others are padding; None without padding.
-        denoising: step and progress of the pass, where a budget needs them.
+        denoising: step and progress of the pass, where the number of tiles needs them.
     """
 
     grid_thw: Grid
     text_lengths: tuple[int, ...] | None = None
     denoising: DenoisingPass = field(default_factory=DenoisingPass)
-
-
-class Budget(Protocol):
-    """Number of video tiles that a query tile keeps.
-
-    Attributes:
-        denoising: dense steps and layers, and reuse of selections.
-        reads_timestep: whether passes differ by their timestep; reading it waits for the device.
-    """
-
-    @property
-    def denoising(self) -> DenoisingPlan: ...
-
-    @property
-    def reads_timestep(self) -> bool: ...
-
-    def layer_topk(self, layer: int, num_tiles: int, now: Pass) -> int:
-        """Number of tiles that a layer keeps of the `num_tiles` of a pass; ValueError for a grid with too few."""
-        ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class FixedBudget:
-    """A fixed number or share of tiles, with the exceptions of a denoising plan.
-
-    Args:
-        topk: tiles by layer; None with `sparsity`.
-        sparsity: share of tiles skipped, in [0, 1).
-        denoising: the plan.
-    """
-
-    topk: tuple[int, ...] | None
-    sparsity: float | str | None
-    denoising: DenoisingPlan = field(default_factory=DenoisingPlan)
-
-    @property
-    def reads_timestep(self) -> bool:
-        return self.denoising.follows_steps
-
-    def layer_topk(self, layer: int, num_tiles: int, now: Pass) -> int:
-        """Number of tiles that a layer keeps."""
-        plan, moment = self.denoising, now.denoising
-        if layer in plan.dense_layers or moment.dense:
-            return num_tiles
-        other = plan.budget_at(moment.step, moment.progress)
-        topk, sparsity = (None if self.topk is None else self.topk[layer], self.sparsity) if other is None else other
-        if topk is not None:
-            # a grid of a single tile, as with dense methods, has nothing to select
-            if topk > num_tiles > 1:
-                raise ValueError(f"topk {topk} of layer {layer} is above the {num_tiles} tiles of grid {now.grid_thw}")
-            return min(topk, num_tiles)
-        assert sparsity is not None
-        if (1 - Fraction(str(sparsity))) * num_tiles < 1:
-            raise ValueError(
-                f"sparsity {sparsity} keeps less than one of the {num_tiles} tiles of grid {now.grid_thw}, "
-                f"at most {1 - 1 / num_tiles:.4g} is possible"
-            )
-        return resolve_topk(sparsity, num_tiles, plan.rounding)
 
 
 class Row(NamedTuple):
@@ -120,13 +61,20 @@ class TileAttention:
     Args:
         method: attention method of this layer.
         layer: position of the layer in the model.
-        budget: budget of the model.
+        kept_on: tiles that the layers keep on a grid of N tiles; ValueError for a grid with too few.
         current: holder of the current pass.
         text: side of a row on which the text is.
     """
 
-    def __init__(self, method: AttentionMethod, layer: int, budget: Budget, current: CurrentPass, text: TextSide):
-        self.method, self.layer, self.budget, self.current, self.text = method, layer, budget, current, text
+    def __init__(
+        self,
+        method: AttentionMethod,
+        layer: int,
+        kept_on: Callable[[int], KeptTiles],
+        current: CurrentPass,
+        text: TextSide,
+    ):
+        self.method, self.layer, self.kept_on, self.current, self.text = method, layer, kept_on, current, text
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor) -> Tensor:
         """Attention output `[B, L, C]`; zero at padding text tokens, which no token attends to.
@@ -160,7 +108,10 @@ class TileAttention:
 
     def _attend(self, row: Row, text: int, now: Pass) -> Tensor:
         layout = self.method.layout(self._segments(now.grid_thw, text), row.q.device)
-        topk = self.budget.layer_topk(self.layer, layout.num_video_tiles, now)
+        try:
+            topk = self.kept_on(layout.num_video_tiles).at(now.denoising.progress, now.denoising.step)
+        except ValueError as error:
+            raise ValueError(f"grid {now.grid_thw}: {error}") from None
         ctx = AttnContext(layout=layout, topk=topk, denoising=now.denoising).layer(self.layer)
         q, k, v = (layout.permute(x) for x in row[:3])
         extra = {name: layout.permute(x) for name, x in self.method.project(row.hidden).items()}

@@ -20,8 +20,8 @@ from vsa_kernels import BlockIndex
 
 from vsa.attention import stats
 from vsa.attention.context import recorded_index
-from vsa.attention.denoising import DenoisingTopk, Row, Topk, per_layer, progress_of, row_at
-from vsa.attention.sparsity import mean_topk
+from vsa.attention.denoising import progress_of
+from vsa.attention.kept_tiles import KeptTiles
 from vsa.data.batch import VideoBatch
 from vsa.diffusion.flow_matching import add_noise, noise_like, to_timestep
 from vsa.evaluation.figures import layer_heatmaps
@@ -121,25 +121,26 @@ class Diagnostics(L.Callback):
         }
         pl_module.log_step({**{f"diag/{name}": mean for name, mean in means.items()}, **by_layer}, step)
         num_tiles = pl_module.model.layout_for(shape).num_video_tiles
-        rows = [per_layer(row, len(pl_module.model.blocks)) for row in self._rows(topk)]
+        kept = self._kept(topk)
         # layers that keep every tile have a recall of 1 and would raise the mean
-        smallest_topk = [min(layer) for layer in zip(*rows, strict=True)]
+        num_layers = len(pl_module.model.blocks)
+        smallest_topk = [min(layer) for layer in zip(*(k.by_layer(num_layers) for k in kept), strict=True)]
         sparse = [row for n, row in zip(layers, tables["recall"], strict=True) if smallest_topk[n] < num_tiles]
         recall = float(torch.stack(sparse).mean()) if sparse else 1.0
         pl_module.sparsity.observe(step, min(max(1 - recall, 0.0), 1.0))
         if trainer.is_global_zero:
-            recorded_topk = topk if not isinstance(topk, DenoisingTopk) else rows
-            record = {"step": step, "latent_shape": list(shape), "topk": recorded_topk, "num_tiles": num_tiles}
-            record["sparsity"] = 1 - fmean(mean_topk(row, num_tiles) for row in rows) / num_tiles
+            by_level = [k.by_layer(num_layers) for k in kept] if topk.changes else topk.number
+            record = {"step": step, "latent_shape": list(shape), "topk": by_level, "num_tiles": num_tiles}
+            record["sparsity"] = 1 - fmean(k.mean(num_tiles) for k in kept) / num_tiles
             with never_fatal(f"the picture of {self.folder}, step {step}"):
                 self._show(trainer, record, layers, means, tables)
 
-    def _rows(self, topk: Topk) -> list[Row]:
-        """The top-k of all layers at each noise level."""
-        return [row_at(topk, progress_of(1000 * level)) for level in self.noise_levels]
+    def _kept(self, topk: KeptTiles) -> list[KeptTiles]:
+        """The top-k at each noise level."""
+        return [topk.at(progress_of(1000 * level)) for level in self.noise_levels]
 
     @torch.no_grad()
-    def _measure(self, pl_module: Any, batch: VideoBatch, topk: Topk) -> tuple[list[int], Tensor]:
+    def _measure(self, pl_module: Any, batch: VideoBatch, topk: KeptTiles) -> tuple[list[int], Tensor]:
         """Indices of the layers that select tiles, and metrics as fp32 `[metrics, layers, noise levels]`."""
         latents = pl_module.statistics.normalise(batch.latents)
         noise = noise_like(latents, batch.seeds, batch.noise)
@@ -147,7 +148,7 @@ class Diagnostics(L.Callback):
         tokens = stats.sample_tokens(layout.num_tokens, self.queries, seed=self.seed)
         selections: dict[int, BlockIndex] = {}
         columns = []
-        for noise_level, row in zip(self.noise_levels, self._rows(topk), strict=True):
+        for noise_level, kept in zip(self.noise_levels, self._kept(topk), strict=True):
             column: dict[int, dict[str, Tensor]] = {}
 
             def recorder(layer: int, tensors: dict[str, Tensor], column=column) -> None:
@@ -158,7 +159,7 @@ class Diagnostics(L.Callback):
 
             level = torch.full((len(latents),), noise_level, device=latents.device)
             x_t = add_noise(latents, noise, level)
-            pl_module.model(x_t, to_timestep(level), **batch.conditions, topk=row, recorder=recorder)
+            pl_module.model(x_t, to_timestep(level), **batch.conditions, topk=kept, recorder=recorder)
             columns.append(column)
         layers = sorted(selections)
         values = [column[layer][name] for name in METRICS for layer in layers for column in columns]

@@ -13,9 +13,10 @@ from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
-from vsa.attention.denoising import DenoisingPlan, Topk, row_at
+from vsa.attention.denoising import DenoisingPlan
 from vsa.attention.full import FullAttention
-from vsa.attention.sparsity import SparsityPoint, check_points, mean_topk
+from vsa.attention.kept_tiles import KeptTiles
+from vsa.attention.sparsity import SparsityPoint, check_points
 from vsa.data.examples import examples
 from vsa.data.prompts import HELD_OUT_PROMPTS
 from vsa.evaluation.attention_map import draw_attention
@@ -52,7 +53,7 @@ class ClipSet:
     def title(self) -> str:
         """Name and number of steps, with guidance and kept tiles if they apply."""
         steps, guidance, tiles = (self.record[key] for key in ("steps", "guidance", "num_tiles"))
-        topk = mean_topk(self.record["topk"], tiles)
+        topk = KeptTiles.of(self.record["topk"]).mean(tiles)
         parts = [*self.name.split("/"), f"{steps} step{'s' if steps > 1 else ''}"]
         parts += [f"guidance {guidance:g}"] if guidance != 1 else []
         parts += [f"top {topk:g} of {tiles}"] if topk < tiles else []
@@ -208,7 +209,7 @@ class Samples(L.Callback):
 
     def _clips(self, run: LoadedRun, options: Mapping[SparsityPoint, SampleSettings], name: str) -> list[ClipSet]:
         """One set per point; points with equal settings are sampled once."""
-        videos: dict[tuple[Topk, DenoisingPlan], Tensor] = {}
+        videos: dict[tuple[KeptTiles, DenoisingPlan], Tensor] = {}
         for settings in options.values():
             if (settings.topk, settings.denoising) not in videos:
                 videos[settings.topk, settings.denoising] = generate(run, self.prompts, settings)
@@ -232,7 +233,7 @@ class Samples(L.Callback):
         # dense attention, and a top-k of all tiles, select nothing to draw
         blocks: Any = run.model.blocks
         tiles = run.model.layout_for(options[0].latent_shape).num_video_tiles
-        sparse = [settings for settings in options if mean_topk(row_at(settings.topk, 0.5), tiles) < tiles]
+        sparse = [settings for settings in options if settings.topk.at(0.5).mean(tiles) < tiles]
         if sparse and not isinstance(blocks[0].method, FullAttention):
             picture = self.run_dir / "attention.png"
             with never_fatal(str(picture)):

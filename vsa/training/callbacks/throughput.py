@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import lightning as L
 import torch
 
+from vsa.attention.kept_tiles import KeptTiles
 from vsa.attention.layout import TileLayout
-from vsa.attention.sparsity import mean_topk
 from vsa.data.batch import VideoBatch
 from vsa.training.modules.base import DiffusionModule
 from vsa.training.rank_times import CollectiveClock, RankTimes
@@ -119,7 +119,7 @@ class Throughput(L.Callback):
         tiles = layout.num_video_tiles
         metrics = {
             "throughput/flops_total": pl_module.status.flops_total,
-            **sparsity_metrics(topk if model.selects else tiles * computed_share(model, layout), tiles),
+            **sparsity_metrics(topk if model.selects else KeptTiles((tiles * computed_share(model, layout),)), tiles),
         }
         if self._ranks is not None:
             metrics |= self._ranks.metrics(trainer)
@@ -152,25 +152,24 @@ class Throughput(L.Callback):
 
 def computed_share(model: Any, layout: TileLayout) -> float:
     """Pairs that the attention of a model without a top-k computes, as a fraction of those of dense attention."""
-    pairs = [block.method.pairs(layout, layout.num_video_tiles) for block in model.blocks]
+    pairs = model.pairs(layout)
     return sum(pairs) / (len(pairs) * layout.num_tokens**2)
 
 
-def sparsity_metrics(topk: float | Sequence[float], num_tiles: int) -> dict[str, float]:
+def sparsity_metrics(topk: KeptTiles, num_tiles: int) -> dict[str, float]:
     """Sparsity metrics of a log line.
 
     Args:
-        topk: tiles per query tile, of all layers or of each; a mean if it varies with the denoising progress or if the
-            method does not select tiles.
+        topk: tiles per query tile; a mean if it varies with the denoising progress or if the method does not select.
         num_tiles: number of video tiles of a sample.
     """
-    mean = topk if isinstance(topk, float) else mean_topk(topk, num_tiles)
+    mean = topk.mean(num_tiles)
     metrics = {
         "sparsity/topk": mean,
         "sparsity/density": mean / num_tiles,
         "sparsity/tile_pairs": mean * num_tiles,
         "sparsity/effective": 1 - mean / num_tiles,
     }
-    if not isinstance(topk, int | float) and len(set(topk)) > 1:
-        metrics |= {f"sparsity/topk_layer_{layer}": float(k) for layer, k in enumerate(topk)}
+    if len(set(topk.layers)) > 1:
+        metrics |= {f"sparsity/topk_layer_{layer}": float(k) for layer, k in enumerate(topk.layers)}
     return metrics

@@ -12,7 +12,7 @@ from vsa_kernels import BlockIndex
 from vsa_kernels.block_sparse.dispatch import kernels_of
 from vsa_kernels.block_sparse.mask import BlockMask
 
-from vsa.attention.denoising import DenoisingTopk, Row
+from vsa.attention.kept_tiles import KeptTiles
 from vsa.attention.layout import TileLayout
 from vsa.data.parallel_dims import ParallelDims
 from vsa.models.flops import linear_flops
@@ -64,7 +64,7 @@ class Job:
         networks: the networks, the trained one first.
         latent_shape: `[C, T, H, W]` of a sample.
         text: tokens of a caption.
-        topk: kv tiles per query tile, of all layers or of each, for networks that select tiles.
+        topk: kv tiles per query tile, the most of a training, for networks that select tiles.
         batch: samples of a micro-batch on one rank.
         micro_batches: micro-batches per step.
         dims: parallel dimensions of the GPUs.
@@ -81,7 +81,7 @@ class Job:
     networks: Sequence[PlannedNetwork]
     latent_shape: tuple[int, ...]
     text: int
-    topk: Row
+    topk: KeptTiles
     batch: int
     micro_batches: int = 1
     dims: ParallelDims = field(default_factory=ParallelDims)
@@ -108,7 +108,7 @@ class Job:
         block: Any = network.model.blocks[0]
         layout = layout_of(network, self.latent_shape)
         tiles = layout.num_video_tiles if runs_operator(network, layout.num_video_tiles, self.topk) else 0
-        topk = self.topk if isinstance(self.topk, int) else max(self.topk)
+        topk = int(max(self.topk.layers))
         return BlockShape(
             tokens=self.batch * layout.num_tokens,
             text=self.batch * self.text,
@@ -151,13 +151,6 @@ def _linear(network: PlannedNetwork, tokens: int, text: int, part: str) -> float
     return linear_flops(network.model, num_tokens=tokens, text_len=text, part=part)
 
 
-def runs_operator(network: PlannedNetwork, tiles: int, topk: Row) -> bool:
+def runs_operator(network: PlannedNetwork, tiles: int, topk: KeptTiles) -> bool:
     """Whether a network selects tiles, and fewer than all of them."""
-    return network.model.selects and min([topk] if isinstance(topk, int) else topk) < tiles
-
-
-def row_of(topk: int | Sequence[int] | DenoisingTopk, layers: int) -> Row:
-    """Top-k of all layers or of each; the maximum if it changes with the denoising progress."""
-    if isinstance(topk, DenoisingTopk):
-        return topk.largest(layers)
-    return topk if isinstance(topk, int) else tuple(topk)
+    return network.model.selects and min(topk.layers) < tiles

@@ -198,14 +198,12 @@ def _attention(job: Job, network: PlannedNetwork, gpu: Gpu, *, training: bool, t
     """Seconds of self-attention for a sample."""
     model = network.model
     layout = layout_of(network, job.latent_shape)
-    tiles, layers = layout.num_video_tiles, len(model.blocks)
+    tiles = layout.num_video_tiles
     operator = runs_operator(network, tiles, job.topk)
     rates = gpu.operator_flops if operator else gpu.dense_flops
     assert rates is not None
     rate = rates[min(rates, key=lambda dim: abs(dim - model.head_dim))]
-    topks = (job.topk,) * layers if isinstance(job.topk, int) else job.topk
-    blocks = zip(model.blocks, topks, strict=True)
-    pairs = sum(block.method.pairs(layout, k if operator else tiles) for block, k in blocks)  # type: ignore[operator]
+    pairs = sum(model.pairs(layout, job.topk if operator else None))
     if operator:
         # a partly filled tile costs as much as a full one
         pairs *= (tiles * layout.video_blocks.max_size / layout.num_tokens) ** 2

@@ -8,12 +8,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from vsa.attention.full import FullAttention
+from vsa.attention.kept_tiles import KeptTiles
 from vsa.data.parallel_dims import ParallelDims
 from vsa.models.init import without_memory
 from vsa.models.recompute import LEVELS, Level
 from vsa.training.budgets import budget_of
 from vsa.training.estimate.gpus import GIB, MEASURED_BY, Gpu
-from vsa.training.estimate.job import Job, layout_of, row_of
+from vsa.training.estimate.job import Job, layout_of
 from vsa.training.estimate.predict import fitting, step_seconds, total_memory, whole_memory
 
 MARGIN = 0.02
@@ -54,8 +55,8 @@ def _jobs_of(
         jobs = []
         for shape, count in shapes.items():
             tiles, layers = layout_of(networks[0], shape).num_video_tiles, len(first.blocks)
-            topk = module.sparsity.topk_per_layer(step, tiles, layers) if first.selects else tiles
-            jobs.append((count / total, Job(latent_shape=shape, topk=row_of(topk, layers), **common)))
+            topk = module.sparsity.topk_per_layer(step, tiles, layers) if first.selects else KeptTiles((tiles,))
+            jobs.append((count / total, Job(latent_shape=shape, topk=topk.largest(), **common)))
         return jobs
 
     return at
@@ -195,7 +196,7 @@ def full_lines(name: str, estimate: Estimate, dense: Callable[[Job], Job] | None
     job, gpu = estimate.largest, estimate.gpu
     network = job.networks[0]
     layout = layout_of(network, job.latent_shape)
-    topk = job.topk if isinstance(job.topk, int) else max(job.topk)
+    topk = max(job.topk.layers)
     tiles = f", top {topk} of {layout.num_video_tiles} tiles" if network.model.selects else ""
     batch, micro_batches = _count(job.batch, "sample"), _count(job.micro_batches, "micro-batch", "es")
     lines = [
@@ -285,7 +286,7 @@ def _steps_of(cfg: Any, jobs: Callable[[int], Sequence[tuple[float, Job]]]) -> i
         network = job.networks[0]
         one = job.tokens(network)
         if budget == "flop_budget":
-            one = network.model.flops(job.latent_shape, job.topk, job.text).executed
+            one = network.model.flops(job.latent_shape, job.topk if network.model.selects else None, job.text).executed
         each += share * job.samples * one
     return max(1, math.floor(cfg[budget] / each))
 

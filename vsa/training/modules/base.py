@@ -13,8 +13,8 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
-from vsa.attention.denoising import DenoisingTopk, Topk
-from vsa.attention.sparsity import SparsityPoint, SparsitySchedule, expected_topk
+from vsa.attention.kept_tiles import KeptTiles
+from vsa.attention.sparsity import SparsityPoint, SparsitySchedule
 from vsa.checkpoints.run_checkpoint import Checkpoint
 from vsa.checkpoints.state_file import one_line
 from vsa.checkpoints.wan import Gates, gate_names
@@ -25,7 +25,7 @@ from vsa.data.parallel_dims import ParallelDims, dims_of
 from vsa.diffusion.latent_statistics import LatentStatistics
 from vsa.errors import told_together
 from vsa.evaluation.figures import loss_curve
-from vsa.models.flops import FlopCount, weighted_flops
+from vsa.models.flops import FlopCount
 from vsa.models.init import without_memory
 from vsa.models.video_dit import VideoDiT
 from vsa.settings import Count, NonNegative, Seed, checked
@@ -364,21 +364,21 @@ class DiffusionModule(L.LightningModule):
         """Optimizer steps of `model` so far."""
         return self.global_step
 
-    def topk(self, latent_shape: Sequence[int], step: int) -> Topk:
-        """Video kv tiles per query tile in optimizer step `step` (from 0) for latents `[C, T, H, W]`: one value,
-        one per layer, or values by denoising progress; all tiles if the method does not select."""
-        tiles = self.model.layout_for(tuple(latent_shape)).num_video_tiles
-        return tiles if not self.model.selects else self.sparsity.topk_per_layer(step, tiles, len(self.model.blocks))
+    def topk(self, latent_shape: Sequence[int], step: int) -> KeptTiles:
+        """Video kv tiles per query tile in optimizer step `step` (from 0) for latents `[C, T, H, W]`; all tiles if the
+        method does not select."""
+        return self.topk_after(latent_shape, step + 1)
 
-    def topk_after(self, latent_shape: Sequence[int], steps: int, at: SparsityPoint = "current") -> Topk:
+    def topk_after(self, latent_shape: Sequence[int], steps: int, at: SparsityPoint = "current") -> KeptTiles:
         """Video kv tiles per query tile for evaluating the weights after `steps` optimizer steps."""
         tiles = self.model.layout_for(tuple(latent_shape)).num_video_tiles
-        return tiles if not self.model.selects else self.sparsity.topk_after(steps, tiles, len(self.model.blocks), at)
+        if not self.model.selects:
+            return KeptTiles((tiles,))
+        return self.sparsity.topk_after(steps, tiles, len(self.model.blocks), at)
 
-    def expected_topk(self, latent_shape: Sequence[int], steps: int) -> float | tuple[float, ...]:
-        """Mean of `topk_after` over training samples, of all layers or of each."""
-        topk, share = self.topk_after(latent_shape, steps), self._share(self.model, tuple(latent_shape))
-        return expected_topk(topk, len(self.model.blocks), share)
+    def expected_topk(self, latent_shape: Sequence[int], steps: int) -> KeptTiles:
+        """Mean of `topk_after` over training samples."""
+        return self.topk_after(latent_shape, steps).expected(self._share(self.model, tuple(latent_shape)))
 
     def _share(self, network: VideoDiT, shape: tuple[int, ...]) -> Callable[[float, float], float]:
         """Function that gives the fraction of training samples whose denoising progress lies in a range."""
@@ -389,15 +389,14 @@ class DiffusionModule(L.LightningModule):
         return self.flops_of(self.model, batch, step, training=True)
 
     def flops_of(self, network: VideoDiT, batch: VideoBatch, step: int, *, training: bool) -> FlopCount:
-        """FLOPs of one sample in one pass of a network, forward only or with backward; a mean over training samples if
-        the top-k depends on the denoising progress."""
+        """FLOPs of one sample in one pass of a network, forward only or with backward, at the mean top-k of the
+        training samples."""
         shape = tuple(batch.latents.shape[1:])
         topk, text_len = self.topk(shape, step), batch.text.shape[1]
         key = (id(network), shape, topk, text_len, training)
         if key not in self._flops:
-            rows = topk.weighted(self._share(network, shape)) if isinstance(topk, DenoisingTopk) else [(1.0, topk)]
-            counts = [(weight, network.flops(shape, row, text_len, training=training)) for weight, row in rows]
-            self._flops[key] = weighted_flops(counts) if len(counts) > 1 else counts[0][1]
+            expected = topk.expected(self._share(network, shape)) if network.selects else None
+            self._flops[key] = network.flops(shape, expected, text_len, training=training)
         return self._flops[key]
 
     # metrics

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
 
-from vsa.attention.denoising import Topk
 from vsa.attention.full import FullAttention
+from vsa.attention.kept_tiles import KeptTiles
 from vsa.checkpoints.lora import LoRA
 from vsa.checkpoints.wan import Gates
 from vsa.data.batch import VideoBatch
@@ -132,6 +132,6 @@ class FinetuneModule(PretrainModule):
         if self._teacher is not None:
             self._teacher.load(self.device)
 
-    def loss_terms(self, batch: VideoBatch, latents: Tensor, topk: Topk) -> LossTerms:
+    def loss_terms(self, batch: VideoBatch, latents: Tensor, topk: KeptTiles) -> LossTerms:
         teacher = None if self._teacher is None else self._teacher.network
         return self.objective.mixed(self.model, teacher, batch, latents, seed=self.seed, topk=topk)

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from vsa.attention.denoising import Topk
+from vsa.attention.kept_tiles import KeptTiles
 from vsa.attention.sparsity import SparsityPoint, check_points
 from vsa.checkpoints.run_checkpoint import Checkpoint
 from vsa.data.batch import VideoBatch
@@ -90,7 +90,7 @@ class PretrainModule(DiffusionModule):
         self._window = self._window.empty()
         super().go_back(checkpoint)
 
-    def loss_terms(self, batch: VideoBatch, latents: Tensor, topk: Topk) -> LossTerms:
+    def loss_terms(self, batch: VideoBatch, latents: Tensor, topk: KeptTiles) -> LossTerms:
         """Terms of the training loss of a micro-batch with normalised latents `[B, C, T, H, W]`."""
         return self.objective(self.model, batch, latents, seed=self.seed, topk=topk)
 
@@ -120,7 +120,7 @@ class PretrainModule(DiffusionModule):
 
     def validation_step(self, batch: VideoBatch, batch_idx: int) -> None:
         latents = self.statistics.normalise(batch.latents)
-        losses: dict[Topk, LossTerms] = {}
+        losses: dict[KeptTiles, LossTerms] = {}
         seed = self.validation_seed + VALIDATION_SEED
         for at, means in self._validated.items():
             topk = self.topk_after(batch.latents.shape[1:], self.global_step, at)
