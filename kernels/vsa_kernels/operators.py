@@ -17,15 +17,12 @@ from torch.utils.flop_counter import register_flop_formula
 if TYPE_CHECKING:
     from vsa_kernels.testing import Call, Case
 
-Size = tuple[int, int, int, int]
-"""Samples, tokens, heads and head dim."""
-
-MODEL_SIZES: Mapping[str, Size] = {
+MODEL_SIZES: Mapping[str, tuple[int, int, int, int]] = {
     "pretrain_120m": (8, 16384, 12, 64),
     "wan1.3b": (1, 23296, 12, 128),
     "wan14b": (1, 23296, 40, 128),
 }
-"""Hidden states of models."""
+"""Samples, tokens, heads and head dim of hidden states, by model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,8 +36,8 @@ class Operator:
         ops: registered ops by name under `torch.ops.vsa_kernels`, with the FLOP formula of each, as for
             `torch.utils.flop_counter`; None: no matmul.
         moved: tensors of the size of its tokens that forward and backward read and write, of an elementwise operator.
-        sizes: sizes in models by name, at which `scripts/bench` times the first of its calls, and the compile gates
-            compile all; without any, `scripts/bench` times it only in cases of its own.
+        sizes: sizes in models by name as in `MODEL_SIZES`, at which `scripts/bench` times the first of its calls, and
+            the compile gates compile all; without any, `scripts/bench` times it only in cases of its own.
         result_bytes: bytes of the forward's results on a GPU, from numbers of tokens, heads, head dim, blocks and list
             entries of a row; None: nothing estimates it.
     """
@@ -49,7 +46,7 @@ class Operator:
     module: str
     ops: Mapping[str, Callable[..., int] | None]
     moved: tuple[int, int] = (0, 0)
-    sizes: Mapping[str, Size] = field(default_factory=dict)
+    sizes: Mapping[str, tuple[int, int, int, int]] = field(default_factory=dict)
     result_bytes: Callable[[int, int, int, int, int], int] | None = None
 
     @property

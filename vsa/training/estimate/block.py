@@ -126,9 +126,8 @@ class Traffic(NamedTuple):
 
 # bytes per element of the hidden states (C) and of the hidden layer (F), as (forward, backward). Eager: every operation
 # reads its arguments and writes its result, including casts to and from fp32. Compiled: one kernel between two
-# products. They and the eager memory are those before `norm_rope`, which moves (8, 12) bytes, and `residual_norm`,
-# which keeps no fp32 copy: the eager steps of `docs/benchmarks/how-fast.md` are older than both, compiled ones differ
-# little.
+# products. They and the eager memory are those before the fused elementwise operators, which move less and keep no fp32
+# copy: the eager steps of `docs/benchmarks/how-fast.md` are older than these, compiled ones differ little.
 _EAGER = {
     "norm1, modulation": (36, 58),
     "RMSNorm of q and k": (8, 20),
