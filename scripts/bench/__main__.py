@@ -1,6 +1,7 @@
 """Speed of the kernels beside dense attention and other packages, after their results have been checked.
 
     python -m scripts.bench fine --device cuda --out F.json
+    python -m scripts.bench capture RUN --out LISTS         block lists of a run, for --lists captured or synthesised
     python -m scripts.bench table benchmarks/*.json
 
 fine    the block-sparse kernel with a given index
@@ -41,11 +42,12 @@ from vsa.files import atomic_file
 from vsa.machine import machine, versions
 from vsa.models.recompute import Level
 
+from .captured import capture, read_rankings
 from .cases import CASES, OWN_LISTS, measure_shape
 from .fine_grained import share_of, tokens_of
 from .neighborhood import grid_of
 from .peers import PEERS
-from .problems import LISTS, choose_shapes
+from .problems import INDEX_LISTS, LISTS, choose_shapes
 from .timing import Setup, Strategy
 
 _SIZE = ("batch", "heads", "tokens", "head_dim")
@@ -134,11 +136,15 @@ def run_case(args: argparse.Namespace, command: str) -> None:
         raise ValueError("device cuda was requested, but torch finds no CUDA device")
     if args.repeats is not None and args.repeats < 1:
         raise ValueError(f"--repeats must be at least 1, got {args.repeats}")
+    lists, file = getattr(args, "lists", "random"), getattr(args, "capture", None)
+    if (lists in ("captured", "synthesised")) != (file is not None):
+        raise ValueError(f"--lists captured and synthesised need --capture FILE, others none: got {lists} and {file}")
     plain = "reference" if args.case == "fine_grained" else "gather"
     setup = Setup(
         backends=args.backends or ["triton" if device.type == "cuda" else plain],
         peers=[] if args.against == ["none"] else args.against,
-        lists=getattr(args, "lists", "random"),
+        lists=lists,
+        rankings=None if file is None else read_rankings(file),
         device=device,
         dtype=torch.bfloat16 if device.type == "cuda" else torch.float32,
         repeats=args.repeats,
@@ -240,9 +246,11 @@ def main(argv: list[str]) -> None:
                 "--sparsities", type=share_of, nargs="+", metavar="SHARE", help="shares of skipped kv tiles"
             )
         elif name not in OWN_LISTS and case.shapes is None:
-            # the other cases select by q and k, which know no sinks
-            kinds = [kind for kind in LISTS if kind != "sinks" or name == "fine"]
+            # the other cases select by q and k
+            kinds = [*LISTS, *(INDEX_LISTS if name in ("fine", "peers") else ())]
             sub.add_argument("--lists", default="random", choices=kinds, help="block lists (default random)")
+            if "captured" in kinds:
+                sub.add_argument("--capture", type=Path, metavar="FILE", help="lists of a trained model")
         sub.add_argument("--repeats", type=int, help="timed calls of each op (default 7; on cuda a time budget)")
         sub.add_argument(
             "--ahead",
@@ -250,11 +258,19 @@ def main(argv: list[str]) -> None:
             help="cuda: queue each call completely before its time starts, which hides launches",
         )
         sub.add_argument("--out", type=Path, help="JSON file to write")
+    save = commands.add_parser("capture", help="save the block lists of a trained model for `--lists captured`")
+    save.add_argument("run", type=Path, help="run folder with attention=video_sparse")
+    save.add_argument("--out", type=Path, required=True, help="file to write")
+    save.add_argument("--timestep", type=float, default=500, help="noise level, 0 to 1000 (default 500)")
+    save.add_argument("--tiles", type=grid_of, nargs="+", default=[(4, 4, 4), (4, 4, 8)], metavar="TxHxW")
+    save.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     show = commands.add_parser("table", help="print saved reports as Markdown")
     show.add_argument("reports", nargs="+", type=Path)
     args = parser.parse_args(argv)
     if args.case == "table":
         print("\n\n".join(saved_table(path) for path in args.reports))
+    elif args.case == "capture":
+        print(capture(args.run, args.out, timestep=args.timestep, tiles=args.tiles, device=args.device))
     else:
         run_case(args, _command(argv))
 

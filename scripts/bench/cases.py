@@ -20,6 +20,7 @@ from vsa_kernels.coarse_fine import coarse_fine_attn
 from vsa_kernels.operators import OPERATORS
 
 from . import checks
+from .captured import Rankings, describe
 from .checks import Layer
 from .denoise import denoise
 from .distill import distill
@@ -41,7 +42,7 @@ _PEERS = ("dense-cudnn", "dense-fa4", "fastvideo", "cudnn", "fa4-128")
 
 def fine(shape: Shape, setup: Setup) -> Measured:
     """The fine stage: `block_sparse_attn` with a given index."""
-    p = problem(shape, setup.lists, setup.dtype, setup.device)
+    p = problem(shape, setup.lists, setup.dtype, setup.device, setup.rankings)
     case, ops, skipped = p.case, list[Op](), Skipped()
     add_peers(ops, skipped, p, setup.peers)
     q, k, v = leaves = tuple(x.detach().requires_grad_() for x in (case.q, case.k, case.v))
@@ -49,7 +50,18 @@ def fine(shape: Shape, setup: Setup) -> Measured:
     for backend in setup.backends:
         checks.check_measured(case, backend)
         ops.append(_ours(backend, p, backend, lambda backend=backend: attend(backend=backend)[0], leaves))
-    return Measured(measure([replace(op, passes=(FORWARD, BACKWARD, BOTH)) for op in ops], setup), skipped)
+    rows = measure([replace(op, passes=(FORWARD, BACKWARD, BOTH)) for op in ops], setup)
+    return Measured(rows, skipped, list_notes(p, setup.rankings))
+
+
+def list_notes(p: Problem, rankings: Rankings | None) -> tuple[str, ...]:
+    """Statistics of captured or synthesised lists, beside those of the captured lists of the same sparsity."""
+    if rankings is None:
+        return ()
+    shape, lists = p.shape, p.case.index.kv_indices[0, ..., : p.shape.topk]
+    captured = rankings.lists(shape.tile_thw, shape.heads, shape.topk, of=shape.tiles)
+    name = f"{shape.name}, tiles of {shape.block}"
+    return f"{name}, {p.lists}: {describe(lists)}", f"{name}, captured from {rankings.source}: {describe(captured)}"
 
 
 def peers(shape: Shape, setup: Setup) -> Measured:
@@ -58,17 +70,18 @@ def peers(shape: Shape, setup: Setup) -> Measured:
     right, wrong = check_peers(_PEERS, setup.dtype, setup.device)
     t, h, w = shape.tile_thw
     double = replace(shape, tile_thw=(t, h, 2 * w), topk=max(1, shape.topk // 2))
-    rows, skipped = list[dict[str, Any]](), Skipped(wrong)
+    rows, skipped, notes = list[dict[str, Any]](), Skipped(wrong), tuple[str, ...]()
     for tiles in (shape, double):
         # dense attention has no tiles: once
         names = [name for name in right if tiles is shape or not name.startswith("dense")]
         result = fine(tiles, replace(setup, peers=names))
         rows += [{**row, **tiles.row()} for row in result.rows]
         skipped |= result.skipped
+        notes += result.notes
     dense = {row["pass"]: row for row in rows if row["op"] == "dense-cudnn"}
     for row in rows:
         against(row, dense.get(row["pass"]))
-    return Measured(rows, skipped)
+    return Measured(rows, skipped, notes)
 
 
 def vsa(shape: Shape, setup: Setup) -> Measured:

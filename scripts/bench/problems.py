@@ -18,9 +18,13 @@ from vsa_kernels.testing import Case
 
 from vsa.attention.layout import Segment, TileLayout
 
-LISTS = ("random", "local", "sinks")
-"""Kinds of block lists: random; local, near tiles first, so that neighbouring query blocks share most of their lists;
-or random beside attention sinks, `_SINKS` kv blocks of each head that are in every list (in the index alone)."""
+from .captured import Rankings, captured_lists, synthesised_lists
+
+LISTS = ("random", "local")
+"""Kinds of block lists: random; or local, near tiles first, so that neighbouring query blocks share most of them."""
+INDEX_LISTS = ("sinks", "captured", "synthesised")
+"""Further kinds, in the index alone and not by q and k: random beside attention sinks, `_SINKS` kv blocks of each head
+that are in every list; those of a trained model; or drawn for any grid with the statistics of those."""
 _SINKS = 4
 
 AnyShape = TypeVar("AnyShape", bound="Shape")
@@ -94,6 +98,7 @@ GPU_SHAPES = (
 )
 # measured if named, or with --all
 EXTRA_SHAPES = (
+    Shape(name="4k-d128", grid_thw=(16, 16, 16), heads=12, head_dim=128, topk=8),
     Shape(name="wan14b-720p", grid_thw=(16, 60, 80), heads=40, head_dim=128, topk=120),
     # 80% sparse, as in the published distillation
     Shape(name="wan1.3b-distill", grid_thw=(16, 28, 52), heads=12, head_dim=128, topk=73),
@@ -104,6 +109,7 @@ EXTRA_SHAPES = (
     *(
         Shape(name=f"{name}-t128", grid_thw=grid, heads=heads, head_dim=head_dim, topk=topk, tile_thw=(4, 4, 8))
         for name, grid, heads, head_dim, topk in (
+            ("4k-d128", (16, 16, 16), 12, 128, 4),
             ("16k-d64", (16, 32, 32), 12, 64, 16),
             ("16k-d128", (16, 32, 32), 12, 128, 16),
             ("32k-d128", (32, 32, 32), 12, 128, 32),
@@ -158,7 +164,7 @@ class Problem:
 
     Args:
         shape: shape of the problem.
-        lists: one of `LISTS`.
+        lists: one of `LISTS` or `INDEX_LISTS`.
         layout: tiles of the tokens.
         case: inputs and, for the fine stage, the index.
         gate_coarse: `[B, L, H, D]` coarse gate.
@@ -181,8 +187,18 @@ class Problem:
         return self.case.q.dtype
 
 
-def problem(shape: Shape, lists: str, dtype: torch.dtype, device: torch.device) -> Problem:
-    """Random inputs; for local lists, q and k encode the position of their tile, and near tiles score high."""
+def problem(
+    shape: Shape, lists: str, dtype: torch.dtype, device: torch.device, rankings: Rankings | None = None
+) -> Problem:
+    """Random inputs; for local lists, q and k encode the position of their tile, and near tiles score high.
+
+    Args:
+        shape: shape of the problem.
+        lists: one of `LISTS` or `INDEX_LISTS`.
+        dtype: dtype of the tokens.
+        device: compute device.
+        rankings: source of captured and synthesised lists.
+    """
     g = torch.Generator(device=device).manual_seed(0)
 
     def normal(*size: int) -> Tensor:
@@ -205,6 +221,11 @@ def problem(shape: Shape, lists: str, dtype: torch.dtype, device: torch.device) 
         # [B, H, 1, _SINKS]
         sinks = normal(shape.batch, shape.heads, 1, kv_blocks.num).topk(min(_SINKS, shape.topk)).indices
         scores.scatter_(-1, sinks.expand(-1, -1, q_blocks.num, -1), math.inf)
+    if rankings is not None:
+        # the listed tiles score 1, all others 0
+        make = captured_lists if lists == "captured" else synthesised_lists
+        chosen = make(rankings, shape.grid_thw, shape.tile_thw, shape.heads, shape.topk).to(device)
+        scores = torch.zeros_like(scores).scatter_(-1, chosen.expand(shape.batch, -1, -1, -1), 1)
     index = select_topk(scores, shape.topk)
     dlse = q.new_zeros((shape.batch, shape.heads, shape.tokens), dtype=torch.float32)
     blocks: dict[str, Any] = {"q_blocks": q_blocks, "kv_blocks": kv_blocks}

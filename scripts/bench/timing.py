@@ -22,6 +22,8 @@ from torch.profiler import profile, record_function
 from vsa.models.recompute import Level
 from vsa.training.step_times import DATA, HOST, IDLE, step_times
 
+from .captured import Rankings
+
 Strategy = Literal["plain", "fsdp"]
 FORWARD, BACKWARD, BOTH = "forward", "backward", "forward + backward"
 # time budget of one op and pass on a GPU without --repeats, and the fewest and the most timed calls
@@ -43,6 +45,7 @@ class Setup:
         backends: backends of vsa_kernels.
         peers: peers to compare with.
         lists: kind of block lists.
+        rankings: source of captured and synthesised lists.
         device: compute device.
         dtype: dtype of the tokens.
         repeats: timed calls of each op and pass; None: 7 on a CPU, as many as fit into 0.3 s (5 to 200) on a GPU, or
@@ -63,6 +66,7 @@ class Setup:
     modes: tuple[str, ...] = ("eager",)
     levels: tuple[Level, ...] = ("full",)
     strategies: tuple[Strategy, ...] = ("plain",)
+    rankings: Rankings | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
