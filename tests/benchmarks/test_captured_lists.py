@@ -19,6 +19,7 @@ from scripts.bench.captured import (
     synthesised_lists,
 )
 from tests.kernels.benching import FAST
+from vsa.attention.kept_tiles import KeptTiles
 from vsa.attention.layout import Segment, TileLayout
 from vsa.evaluation.attention_map import record_attention
 from vsa.evaluation.comparison.runs import RunModel
@@ -70,12 +71,12 @@ def test_captured_lists_are_those_of_the_model(saved) -> None:
     clip = model.open_clip(rankings.source.split("clip ")[1].split(" at")[0])
     text, mask = encode_prompts(run.text_encoder, [clip.caption], run.device, run.text_padding)
     latents = run.statistics.normalise(clip.latents[None])
-    records = record_attention(run.model, latents, text, mask, sigma=0.5, topk=2)
+    records = record_attention(run.model, latents, text, mask, sigma=0.5, topk=KeptTiles.of(2))
     own = torch.cat([records[layer]["kv_indices"][0, ..., :2] for layer in range(2)])
     lists = captured_lists(rankings, GRID, (2, 2, 2), 2, 2)
     assert torch.equal(lists, own.long())
     # at another noise level they are others, so the comparison can fail
-    records = record_attention(run.model, latents, text, mask, sigma=0.9, topk=2)
+    records = record_attention(run.model, latents, text, mask, sigma=0.9, topk=KeptTiles.of(2))
     assert not torch.equal(lists, torch.cat([records[layer]["kv_indices"][0, ..., :2] for layer in range(2)]).long())
     # more heads than the model has repeat them
     assert torch.equal(captured_lists(rankings, GRID, (2, 2, 2), 3, 2)[2], lists[0])
