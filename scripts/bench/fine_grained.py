@@ -181,7 +181,7 @@ def _measured(ops: list[Op], case: Case, setup: Setup, dense: dict[str, Any] | N
         row |= {"topk": None, "sparsity": 1 - ops[0].pairs / all_pairs, "computed": round(computed, 4)}
         if op.pairs:
             against(row, dense)
-            if row["speedup"]:
+            if row["speedup"] is not None:
                 row["share_of_bound"] = round(row["speedup"] * computed, 3)
     return rows
 

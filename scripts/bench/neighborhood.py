@@ -160,7 +160,7 @@ def neighborhood(shape: Shape, setup: Setup) -> Measured:
     rows = measure(ops, setup)
     for row in rows:
         row |= by_op.get(row["op"], {})
-        if row["op"] in by_op and row["speedup"]:
+        if row["op"] in by_op and row["speedup"] is not None:
             row["share_of_bound"] = round(row["speedup"] / shape.bound, 3)
     notes = tuple(
         f"{shape.name}, {op}: bound {shape.bound:.2f}x by FLOPs, {row['tile_bound']:.2f}x by listed tiles,"
