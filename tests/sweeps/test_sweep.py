@@ -139,8 +139,7 @@ def test_a_sweep_that_is_killed_goes_on_with_what_is_missing(attempt, command_li
         status, _, _ = command_line("train.py", "-m", "sweep=mine", *words)
         os._exit(status)
     wait_for((folder / "f" / "checkpoints" / f"step-{stop // 2 * 2:08d}").exists)
-    children = [path.read_text().split() for path in Path(f"/proc/{parent}/task").glob("*/children")]
-    (run,) = (int(pid) for pids in children for pid in pids)
+    run = json.loads((folder / ".f.lock").read_text())["pid"]
     os.kill(parent if sweep_dies else run, signal.SIGKILL)
     os.waitpid(parent, 0)
     before = record(folder)
