@@ -78,7 +78,7 @@ def test_parts_of_samples_and_heads_are_the_whole_of_tile128(index_heads, room):
         mock.patch.object(hopper_bwd128, "transpose", transpose),
         limited(room * 3 * case.index.kv_indices.shape[-1] * 128 * 128 * 4),
         mock.patch.object(hopper_bwd128, "_run_dkv", dkv),
-        mock.patch.object(hopper_bwd128, "_run_dq", lambda k, mask, scale, mean, room, dq: dq.copy_(parts[-1]["dq"])),
+        mock.patch.object(hopper_bwd128, "dq_from", lambda k, mask, scale, mean, room, dq: dq.copy_(parts[-1]["dq"])),
     ):
         gradients = hopper_bwd128.backward(
             case.dout, numbers, 2 * numbers, case.q, case.k, case.v, mask, 128**-0.5, dispatch.NO_SHARES

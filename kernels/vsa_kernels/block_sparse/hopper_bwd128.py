@@ -3,7 +3,7 @@
 A program has one kv block. One warp follows the transposed list and copies queries and gradients to shared memory in
 tiles of 64; two warpgroups of 64 kv tokens each compute s^T = k q^T and dp^T = v dout^T, and add p^T dout to dv and
 ds^T q to dk, with p and ds in registers. They also keep ds in a workspace, in the order of the forward's lists, from
-which a second kernel computes dq = scale * ds k as one product, instead of computing the logits again: 5 products in
+which `hopper_dq128` computes dq = scale * ds k as one product, instead of computing the logits again: 5 products in
 all, not 7. There are no atomics, and repeated runs give the same bits. Formulas are those of `triton_bwd`.
 
 B batch, L / S query / kv tokens, H / Hkv heads, D head dim, Nq / Nkv blocks, Kmax list capacity.
@@ -27,15 +27,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-from triton.tools.tensor_descriptor import TensorDescriptor as PlainDescriptor
 
 from vsa_kernels.block_index import Blocks, is_flat
 from vsa_kernels.block_sparse.dispatch import Shares, most_listed, workspace_of
+from vsa_kernels.block_sparse.hopper_dq128 import dq_from
 from vsa_kernels.block_sparse.hopper_fwd import LOG2E, SHARED_LAYOUT, cta_barrier
 from vsa_kernels.block_sparse.hopper_fwd128 import BLOCK, ROWS, _clear_rows, _described
 from vsa_kernels.block_sparse.mask import BlockMask
 from vsa_kernels.block_sparse.triton_index import TransposedIndex, long_first, transpose
-from vsa_kernels.block_sparse.triton_tiles import Tiles, pad_blocks, span, store_tile
+from vsa_kernels.block_sparse.triton_tiles import Tiles, pad_blocks
 from vsa_kernels.launch import launch
 
 SLOTS = gl.constexpr(3)
@@ -260,36 +260,6 @@ def _hopper_dkv128_kernel(
     ], [4, 1], [240, 24])  # fmt: skip
 
 
-@triton.jit(
-    do_not_specialize=["idx_b", "idx_h", "idx_n", "num_b", "num_h", "dq_l", "L", "H", "num_q", "num_kv", "capacity"]
-)
-def _dq128_kernel(
-    workspace, k, dq, q_share, kv_indices, kv_num_blocks, q_offsets, scale, idx_b, idx_h, idx_n, num_b, num_h,
-    dq_l, L, H, num_q, num_kv, capacity,
-    GROUP: tl.constexpr, D: tl.constexpr, EVEN: tl.constexpr, SHARED: tl.constexpr, BLOCK_M: tl.constexpr,
-):  # fmt: skip
-    PARTS: tl.constexpr = 128 // BLOCK_M
-    i_tile, i_bh = tl.program_id(0) % (num_q * PARTS), tl.program_id(0) // (num_q * PARTS)
-    i_n, i_part = i_tile // PARTS, i_tile % PARTS
-    i_b, i_h = i_bh // H, i_bh % H
-    p_list = kv_indices + i_b.to(tl.int64) * idx_b + i_h.to(tl.int64) * idx_h + i_n.to(tl.int64) * idx_n
-    listed = tl.load(kv_num_blocks + i_b.to(tl.int64) * num_b + i_h.to(tl.int64) * num_h + i_n)
-    b_dq = tl.zeros([BLOCK_M, D], tl.float32)
-    row = (i_bh * num_q + i_n) * capacity * 128
-    col = i_h // GROUP * D
-    for j in range(listed):
-        # [128 kv, BLOCK_M q]
-        b_ds = workspace.load([row + j * 128, i_part * BLOCK_M])
-        b_k = k.load([(i_b * num_kv + tl.load(p_list + j)) * 128, col])
-        b_dq = tl.dot(tl.trans(b_ds), b_k, b_dq)
-    b_dq *= scale
-    start, size, whole = span(q_offsets, i_n, i_part, L, 128, BLOCK_M, EVEN)
-    if SHARED:
-        at = (i_bh.to(tl.int64) * num_q + i_n) * D
-        b_dq += tl.load(q_share + at + tl.arange(0, D))[None, :] / whole
-    store_tile(dq, b_dq, i_b, i_h, start, size, L * dq_l, dq_l, D, D, BLOCK_M, D)
-
-
 def backward(
     dout: Tensor, delta: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scale: float,
     shares: Shares,
@@ -307,7 +277,7 @@ def backward(
     keys = _keys_of(k, mask.kv_blocks)
     if (samples, group) == (B, H):
         _run_dkv(dout, delta, lse, q, k, v, mask, columns, scale, means[1:], workspace, dk, dv)
-        _run_dq(keys, mask, scale, means[0], workspace, dq)
+        dq_from(keys, mask, scale, means[0], workspace, dq)
         return dq, dk, dv
     for b in range(0, B, samples):
         for h in range(0, H, group):
@@ -320,7 +290,7 @@ def backward(
                 dout[q_at], delta[q_of], lse[q_of], q[q_at], k[kv_at], v[kv_at], part, part_columns, scale,
                 mean_of[1:], workspace, dk[kv_at], dv[kv_at],
             )  # fmt: skip
-            _run_dq(keys[kv_at], part, scale, mean_of[0], workspace, dq[q_at])
+            dq_from(keys[kv_at], part, scale, mean_of[0], workspace, dq[q_at])
     return dq, dk, dv
 
 
@@ -388,28 +358,6 @@ def _run_dkv(
         q_blocks.offsets, kv_blocks.offsets, scale, *list_at, dk.stride(1), L, S, H,
         q_blocks.num, kv_blocks.num, most_listed(mask),
         GROUP=H // Hkv, D=D, EVEN=even, KEEP=kept is not None, SHARED=shares[0] is not None, num_warps=4,
-    )  # fmt: skip
-
-
-DQ = {"BLOCK_M": 64, "num_warps": 4, "num_stages": 4}
-
-
-def _run_dq(
-    keys: Tensor, mask: BlockMask, scale: float, share: Tensor | None, workspace: Tensor, dq: Tensor
-) -> None:  # fmt: skip
-    """Writes dq from the workspace of `_run_dkv`."""
-    B, L, H, D = dq.shape
-    index, num_kv = mask.index, mask.kv_blocks.num
-    lists, counts = index.kv_indices, index.kv_num_blocks
-    at = [lists.stride(d) if d == 2 or lists.shape[d] > 1 else 0 for d in range(3)]
-    at += [counts.stride(d) if counts.shape[d] > 1 else 0 for d in range(2)]
-    described = PlainDescriptor(keys, [B * keys.shape[1], keys.shape[2] * D], [keys.stride(1), 1], [BLOCK.value, D])
-    kept = PlainDescriptor(workspace, list(workspace.shape), [BLOCK.value, 1], [BLOCK.value, DQ["BLOCK_M"]])
-    launch(
-        _dq128_kernel, (mask.q_blocks.num * (128 // DQ["BLOCK_M"]) * B * H,),
-        kept, described, dq, share, lists, counts, mask.q_blocks.offsets, scale, *at, dq.stride(1),
-        L, H, mask.q_blocks.num, num_kv, most_listed(mask),
-        GROUP=H // keys.shape[2], D=D, EVEN=mask.q_blocks.min_size == BLOCK.value, SHARED=share is not None, **DQ,
     )  # fmt: skip
 
 
