@@ -59,6 +59,11 @@ def test_the_bar_of_a_run_ends_at_its_last_step(training, capsys):
     assert set(steps) == {"0", "1", "3"}
 
 
+def test_lightnings_switch_turns_the_bar_off(training, capsys):
+    training("trainer.max_steps=2", "trainer.enable_progress_bar=false", BAR)
+    assert not re.search(r"\d/2 \[", capsys.readouterr().out)
+
+
 def test_the_bar_of_a_failed_run_is_closed_at_the_last_whole_step(training, capsys):
     class Fail(L.Callback):
         def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):

@@ -15,6 +15,7 @@ import lightning as L
 import torch
 from lightning.fabric.plugins.environments import LightningEnvironment, TorchElasticEnvironment
 from lightning.pytorch.accelerators import CUDAAccelerator, MPSAccelerator
+from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_module, rank_zero_only
 from omegaconf import DictConfig, OmegaConf
 
@@ -376,6 +377,9 @@ def _built(cfg: DictConfig, group: str) -> list[Any]:
 def _callbacks(cfg: DictConfig, folder: RunFolder, loggers: list[Any]) -> list[L.Callback]:
     """Callbacks by order: opening of the run, changes of its state (0), saving (1), display of the saved state (2)."""
     callbacks = _built(cfg, "callbacks")
+    if not cfg.trainer.get("enable_progress_bar", True):
+        # Lightning refuses a bar that its own switch turns off
+        callbacks = [callback for callback in callbacks if not isinstance(callback, ProgressBar)]
     opening = OpenRunFolder(
         folder, OmegaConf.to_yaml(OmegaConf.create(resolved(cfg))), loggers, overwrite=_overwrites(cfg)
     )
