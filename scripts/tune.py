@@ -89,7 +89,7 @@ class Problem(NamedTuple):
     """A launch of one kernel, with an eager result to compare with.
 
     Args:
-        run: launches the kernel under the current configuration.
+        run: function that launches the kernel under the current configuration.
         want: expected results.
         flops: floating point operations of the kernel.
     """

@@ -49,13 +49,13 @@ class Run:
         ckpt_path: checkpoint to resume: `last` (of this run), a checkpoint folder or a run folder.
         init_from: initial weights, with a new optimizer: a checkpoint or run folder, or a folder or hub id of
             pretrained weights.
-        overwrite: start again in a run folder that already contains checkpoints.
-        dry_run: check everything, print what the run takes on the GPUs that are here, and stop before the run folder is
-            touched.
-        flop_budget: stop after this number of executed training FLOPs (without a teacher's) instead of
+        overwrite: whether to start again in a run folder that already contains checkpoints.
+        dry_run: whether to check everything, print what the run takes on the GPUs that are here, and stop before the
+            run folder is touched.
+        flop_budget: number of executed training FLOPs (without a teacher's) after which to stop, instead of
             trainer.max_steps.
-        sample_token_budget: stop after training on this number of video tokens instead of trainer.max_steps.
-        second_budget: train for this number of seconds, not counting validation, clips and checkpoints, instead of
+        sample_token_budget: number of video tokens after which to stop training, instead of trainer.max_steps.
+        second_budget: seconds of training, not counting validation, clips and checkpoints, instead of
             trainer.max_steps. The time of a step is measured on one device before the run (with annealed sparsity, that
             of the first and of the last kind of step), and a resumed run keeps its number of steps.
     """

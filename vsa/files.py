@@ -152,7 +152,7 @@ def atomic_folder(path: Path, *, needed: int | None = None, replace: bool = Fals
     Args:
         path: the final path; its parent folders are created if missing.
         needed: total bytes, None if unknown.
-        replace: remove an existing folder `path` right before the rename.
+        replace: whether an existing folder `path` is removed right before the rename.
 
     Raises:
         DiskFullError: the disk is full; the message gives `path`, the written and the free bytes.
@@ -406,7 +406,7 @@ def read_csv(
         path: CSV file.
         columns: names that the header must have.
         growing: a process may be writing the file: rows that a kill has cut are left out.
-        limit: most bytes.
+        limit: maximum number of bytes.
 
     Raises:
         ValueError: the file is damaged, lacks a column, or has a row of another length than its header.

@@ -31,7 +31,7 @@ def draw_noise(size: torch.Size, seeds: Tensor, device: torch.device | str) -> T
     Args:
         size: `[B, ...]`.
         seeds: int64 `[B]`.
-        device: where the noise will go: for a GPU it is in page-locked memory.
+        device: device that the noise will go to: for a GPU it is in page-locked memory.
     """
     if seeds.shape != size[:1]:
         raise ValueError(f"expected one seed per sample [{size[0]}], got shape {tuple(seeds.shape)}")

@@ -21,7 +21,7 @@ def progress_bar(title: str, total: int, *, done: int = 0, transient: bool = Fal
         title: text beside the bar.
         total: count at the end.
         done: count at the start.
-        transient: remove the bar at the end.
+        transient: whether the bar is removed at the end.
     """
     console = Console(stderr=True)
     if console.is_terminal:

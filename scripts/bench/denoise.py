@@ -33,7 +33,7 @@ class Clip:
 
     Args:
         shape: token grid and batch.
-        model: determines latent channels and text width.
+        model: model whose latent channels and text width are used.
         dtype: dtype of the noise.
         device: device of the tensors.
     """

@@ -40,7 +40,7 @@ class Distillation:
     Args:
         shape: token grid, heads, head dim, top-k, batch.
         attention: attention of the generator, `dense` or the backend of sparse attention; the score networks are dense.
-        compile: compile the blocks.
+        compile: whether the blocks are compiled.
         device: compute device; on CUDA, bf16 compute over fp32 weights as in training.
         trained_level: activation checkpointing of the generator and of the critic.
     """

@@ -140,7 +140,7 @@ def choose_shapes(names: list[str] | None, everything: bool, device: torch.devic
 
     Args:
         names: requested names; None: the defaults of the device.
-        everything: select all shapes of any size except `smoke`.
+        everything: whether to select all shapes of any size except `smoke`.
         device: compute device.
     """
     defaults = GPU_SHAPES if device.type == "cuda" else CPU_SHAPES

@@ -59,7 +59,7 @@ class TrainingStep:
     Args:
         shape: token grid, heads, head dim, top-k, batch.
         attention: `dense`, `free` or the backend of sparse attention.
-        compile: compile the blocks.
+        compile: whether the blocks are compiled.
         level: level of activation checkpointing.
         device: compute device; on CUDA, bf16 compute over fp32 weights as in training.
         strategy: `plain`, as in training on one device, or `fsdp`, FSDP2 over this single process.
@@ -119,7 +119,7 @@ def attention_of(shape: Shape, name: str, **options: Any) -> Any:
     """Factory of the attention method of a layer, called with the sizes of the layer.
 
     Args:
-        shape: determines the tile.
+        shape: shape whose tile is used.
         name: `dense`, `free` or the backend of sparse attention.
         options: options of sparse attention.
     """

@@ -83,9 +83,10 @@ class Op:
         executed: token pairs that are multiplied.
         products: matrix products of the backward per pair (5 are needed; a split backward recomputes 2).
         passes: passes to time.
-        ahead: on a GPU, let the host queue a whole call before its time starts.
+        ahead: whether, on a GPU, the host queues a whole call before its time starts.
         against: names of baselines; the first one that was measured is used.
-        warm_up: for calls that take seconds: runs once instead of the usual warm-up, and the call is timed less often.
+        warm_up: function that runs once instead of the usual warm-up, for calls that take seconds, which are then timed
+            less often.
     """
 
     name: str
@@ -222,7 +223,7 @@ def gpu_times(step: Callable[[], object], count: int, flush: Tensor, ahead: bool
         step: the call.
         count: number of calls.
         flush: see `flush_buffer`.
-        ahead: let the GPU wait until the whole call is queued, so that the launch time of the host does not count.
+        ahead: whether the GPU waits until the whole call is queued, so that the launch time of the host does not count.
     """
     events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(count)]
     for start, end in events:

@@ -46,7 +46,7 @@ class AttnContext:
         dense: whether the layer is dense in this pass, set by `layer()`: `topk` is all tiles then, and a method that
             selects nothing runs dense attention.
         selection: the selection of an earlier pass that this one reuses, set by `layer()`.
-        recorder: receives internals of the layers; None in the hot path.
+        recorder: recorder of the layers' internals; None in the hot path.
     """
 
     layout: TileLayout

@@ -59,7 +59,7 @@ class DynamicHilbertAttention(AttentionMethod):
             paper's code). Attention itself never sees padding.
         text_budget: within (text blocks count among the `topk`, which leaves at least one video block; with several
             samples in a row, the largest number of text blocks of a sample counts) or exempt (text blocks are extra).
-        allow_training: allow gradients, for which the selection is a constant.
+        allow_training: whether gradients are allowed, for which the selection is a constant.
         backend: backend of `block_sparse_attn`; null chooses by device.
         **layer: see `AttentionMethod`.
 

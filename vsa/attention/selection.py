@@ -35,7 +35,7 @@ class RowRule:
         crossing: treatment of the entry that reaches the share. keep: the smallest set whose sum is at least top_p
             (FG-Attn, NABLA, FastVideo's BSA); drop: the largest set whose sum is at most top_p (SpargeAttn's listing,
             LongCat); exceed: the smallest set whose sum is more than top_p (SVG2).
-        deviations: keep scores above the row's mean + this many standard deviations (Sol-Attn's beta).
+        deviations: standard deviations above the row's mean that a kept score exceeds (Sol-Attn's beta).
         over: row, or head: all rows of a head compete for `topk` * Nq entries or for `top_p` of the head's sum, or are
             compared with the head's mean and deviation (VSA2, VMoBA), so that rows may keep different numbers. Scores
             of different rows are then compared and summed directly, so they must be shares, not logits.

@@ -135,7 +135,7 @@ def proposals(grid_thw: Sequence[int], volume: int) -> list[Grid]:
 
     Args:
         grid_thw: tokens along time, height, width.
-        volume: most tokens of a tile.
+        volume: maximum number of tokens of a tile.
     """
     ts, hs, ws = (range(1, min(n, volume) + 1) for n in grid_thw)
     tiles = [(t, h, w) for t, h, w in itertools.product(ts, hs, ws) if t * h * w <= volume]

@@ -62,7 +62,7 @@ class ClipRules:
         size: (height, width) in pixels: scale to cover, then crop the centre (None: keep the scale and crop to whole
             patches of 2 x 2 latent cells, so that models can train on the latents).
         frames: frames of a clip, from the start (None: all); reduced to a number that the codec can encode.
-        fps: resample to this frame rate by time stamps first (None: every stored frame).
+        fps: frame rate to which clips are resampled first, by time stamps (None: every stored frame).
         buckets: available clip sizes, instead of `size` and `frames`; see `choose_bucket`.
     """
 

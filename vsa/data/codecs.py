@@ -154,7 +154,7 @@ class WanVAE:
     Args:
         source: a diffusers pipeline folder with `vae/`, the VAE folder itself, or a hub id.
         dtype: compute dtype of the network: float32, bfloat16 or float16.
-        tiled_decoding: decode in overlapping, blended tiles of 256 pixels: less memory, faint seams.
+        tiled_decoding: whether to decode in overlapping, blended tiles of 256 pixels: less memory, faint seams.
     """
 
     def __init__(

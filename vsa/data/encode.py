@@ -66,9 +66,10 @@ class EncodeOptions:
         clips: rules that cut a clip out of a video.
         output: settings of the shards.
         captions: caption file; see `vsa.data.captions.read_captions`.
-        image_condition: store the image condition of an image-to-video model with every clip; see
+        image_condition: whether the image condition of an image-to-video model is stored with every clip; see
             `WanVAE.image_condition`.
-        skip_bad: skip and report files that do not decode, are too short or have no caption, instead of stopping.
+        skip_bad: whether files that do not decode, are too short or have no caption are skipped and reported, instead
+            of stopping.
         decode_seconds: time limit of the decoder per file, in seconds.
         decode_memory: memory limit of the decoder per file, in GiB, without the decoded frames.
         device: device of the codec.
@@ -109,9 +110,9 @@ def encode_folder(
         videos: folder of videos and images, searched with its subfolders.
         out: folder of shards to write.
         options: rules of the clips, limits of the decoder, and settings of the shards.
-        codec: encodes the pixels.
-        text_encoder: encodes the captions.
-        tell: called with messages for the user, such as the codec's quality and sizes that do not fit models.
+        codec: codec of the pixels.
+        text_encoder: encoder of the captions.
+        tell: function called with messages for the user, such as the codec's quality and sizes that do not fit models.
 
     Returns:
         Number of samples written so far, skipped files, and whether every part is complete.
@@ -151,9 +152,9 @@ class _Encoding:
     Args:
         folder: folder of videos and images.
         options: options of the call.
-        codec: encodes the pixels.
-        text_encoder: encodes the captions.
-        decoder: reads the files.
+        codec: codec of the pixels.
+        text_encoder: encoder of the captions.
+        decoder: reader of the files.
     """
 
     def __init__(

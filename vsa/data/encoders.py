@@ -28,7 +28,7 @@ class EncoderChoice:
         text_dtype: compute dtype of the text encoder.
         channels: channels of the Haar codec.
         text_dim: token width of the n-gram encoder.
-        max_tokens: most tokens of a caption; None: 16, for Wan 512.
+        max_tokens: maximum number of tokens of a caption; None: 16, for Wan 512.
     """
 
     model: str | None = None

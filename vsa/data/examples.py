@@ -31,7 +31,7 @@ class Example:
 
     Args:
         id: id of the sample.
-        caption: the first one.
+        caption: first caption.
         rebuilt: uint8 `[T, H, W, 3]`, the stored latents decoded.
         original: the same frames as they were before encoding; None where they are not at hand.
     """
@@ -56,10 +56,10 @@ def examples(
     """Samples of captions, as far as the first `SEARCHED` have them, then held-out ones.
 
     Args:
-        data: set up.
-        captions: those that are wanted first.
-        count: most samples.
-        device: where the latents are decoded.
+        data: datamodule that is set up.
+        captions: captions that are wanted first.
+        count: maximum number of samples.
+        device: device that decodes the latents.
     """
     for ref, shape, caption in _chosen(data, captions, count):
         with suppress(BadSampleError), torch.no_grad():

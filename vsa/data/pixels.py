@@ -41,9 +41,9 @@ class View(NamedTuple):
 
     Args:
         aspect: width of a stored pixel, divided by its height.
-        transpose: swap rows and columns.
-        rows: reverse the order of the rows.
-        columns: reverse the order of the columns.
+        transpose: whether rows and columns are swapped.
+        rows: whether the order of the rows is reversed.
+        columns: whether the order of the columns is reversed.
     """
 
     aspect: float = 1.0

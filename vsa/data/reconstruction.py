@@ -23,7 +23,7 @@ def reconstruction_error(video: Tensor, codec: HaarCodec) -> float:
 
     Args:
         video: uint8 `[T, H, W, 3]` that the codec takes.
-        codec: encodes and decodes.
+        codec: codec to measure.
     """
     video = video[: codec.frames_that_fit(min(len(video), _FRAMES))]
     # an image is decoded to several equal frames

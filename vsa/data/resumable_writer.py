@@ -54,8 +54,8 @@ class OutputOptions:
     Args:
         dtype: dtype of the stored latents.
         samples_per_shard: samples in a full shard, the most that an interruption can cost.
-        overwrite: remove parts with other settings at once, and a finished data set when `join_parts` replaces it;
-            parts with the same settings are kept.
+        overwrite: whether parts with other settings are removed at once, and a finished data set when `join_parts`
+            replaces it; parts with the same settings are kept.
         rank: rank of this process, which writes parts rank, rank + world_size, ...
         world_size: number of processes that share the work; a last call with a single process joins their parts.
     """
@@ -145,7 +145,7 @@ def write_parts(
 
     Args:
         root: folder of the data set.
-        write: writes one part.
+        write: function that writes one part.
         count: samples of the data set.
         settings: all settings that determine the samples, as JSON values; parts with other settings are an error.
         output: size of the parts, and the share of this process.

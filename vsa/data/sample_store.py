@@ -101,7 +101,7 @@ def open_shards(
     Args:
         roots: folder by source name.
         drop: see `vsa.data.bad_samples.read_drop_list`; None: all samples.
-        tell: called with messages for the user.
+        tell: function called with messages for the user.
     """
     indexes = {name: DatasetIndex.load(Path(root) / INDEX_NAME) for name, root in roots.items()}
     indexes = chosen_samples(indexes, roots, drop=drop, tell=tell)
@@ -208,8 +208,8 @@ class RenderedStore:
     """What stores of clips that are made on demand, without files, have in common.
 
     Args:
-        codec: encodes the pixels.
-        text_encoder: encodes the captions.
+        codec: codec of the pixels.
+        text_encoder: encoder of the captions.
     """
 
     cond_channels = 0

@@ -54,7 +54,7 @@ class ShardWriter:
         text_encoder: encoder of the captions passed to `add`.
         samples_per_shard: samples in a full shard.
         dtype: dtype of the stored latents: float16, bfloat16 or float32.
-        overwrite: replace an existing data set.
+        overwrite: whether an existing data set is replaced.
     """
 
     def __init__(

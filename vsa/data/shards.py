@@ -39,7 +39,7 @@ class LatentReader:
     Args:
         root: folder with an `index.json`.
         index: part of the index to read, see `DatasetIndex.without`; None: the whole `index.json`.
-        whole: raise for missing and truncated shards, and for a damaged null embedding.
+        whole: whether missing and truncated shards and a damaged null embedding raise an error.
 
     Attributes:
         place: the folder, for messages.

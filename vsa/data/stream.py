@@ -118,7 +118,7 @@ class ShuffleBuffer:
     """Shuffle buffer of a reader.
 
     Args:
-        samples: endless samples.
+        samples: stream of samples without end.
         size: number of samples that the buffer holds.
         seed: seed of the shuffle.
         first, every: positions of the reader's shards.
@@ -270,7 +270,7 @@ def read_samples(
     Args:
         folder: path or URL of the shards.
         entries: samples of one latent shard, by ascending offset.
-        tell: called with an error; may raise another one.
+        tell: function called with an error; may raise another one.
     """
     latents = _members(folder, [entry.latent for entry in entries], tell)
     texts = _members(folder, [entry.text for entry in entries], tell)

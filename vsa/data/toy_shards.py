@@ -23,8 +23,8 @@ def prepare_toy_shards(toy: ToyClips, videos: Path, root: Path, codec: Codec, te
         toy: number, size and seed of the clips.
         videos: folder of the mp4 files.
         root: folder of shards.
-        codec: encodes the pixels.
-        text_encoder: encodes the captions.
+        codec: codec of the pixels.
+        text_encoder: encoder of the captions.
     """
     frames, height, width = toy.size
     # the rules reject a clip of one frame unless one frame is requested

@@ -52,8 +52,8 @@ def read_video(path: str | Path, *, frames: int | None = None, fps: float | None
 
     Args:
         path: any container and codec that ffmpeg knows; an image file gives one frame.
-        frames: stop after that many (None: to the end).
-        fps: resample to this rate: every output time takes the latest frame at or before it (None: as stored).
+        frames: maximum number of frames (None: all).
+        fps: frame rate to resample to: every output time takes the latest frame at or before it (None: as stored).
 
     Returns:
         uint8 video `[T, H, W, 3]` and its frame rate.
@@ -103,7 +103,7 @@ def probe_video(path: str | Path, *, fps: float | None = None) -> tuple[int | No
 
     Args:
         path: video or image file.
-        fps: count the frames after resampling to that rate.
+        fps: frame rate to which the counted frames are resampled.
 
     Returns:
         (frames, height, width); frames is an estimate from the duration, or None, where the header has no number.

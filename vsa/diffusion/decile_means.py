@@ -19,7 +19,8 @@ class DecileMeans:
 
     Args:
         device: device of the sums.
-        finite_only: leave out values that are not finite; for training, which skips the update of such a step.
+        finite_only: whether values that are not finite are left out; for training, which skips the update of such a
+            step.
 
     Attributes:
         table: float64 `[2, 10]` sums and counts by decile.

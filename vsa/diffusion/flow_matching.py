@@ -76,7 +76,7 @@ def shift_sigma(sigma: Tensor, shift: float) -> Tensor:
     5.3.2). 0 and 1 stay fixed, shift 1 is the identity, and shifting by a then by b is shifting by a * b.
 
     Args:
-        sigma: any shape, values in [0, 1].
+        sigma: noise levels in [0, 1], of any shape.
         shift: > 0.
     """
     if not shift > 0:
@@ -147,7 +147,7 @@ def sample_sigmas(
         num_slots: samples in the global batch.
         distribution: `logit_normal` (SD3, arXiv:2403.03206, section 3.1; the VSA paper pretrains with mean 0
             and std 1) or `uniform`.
-        shift: applied after the distribution, see `shift_sigma`.
+        shift: flow shift applied after the distribution, see `shift_sigma`.
         logit_mean: mean of logit(sigma).
         logit_std: standard deviation of logit(sigma).
 

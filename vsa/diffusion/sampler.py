@@ -60,7 +60,7 @@ def sample_euler(velocity_fn: VelocityFn, noise: Tensor, sigmas: Tensor, on_step
         velocity_fn: see the head of this file.
         noise: `[B, ...]` x at `sigmas[0]`, pure noise when that is 1.
         sigmas: `[steps + 1]` strictly decreasing noise levels, from `euler_sigmas`.
-        on_step: called as `on_step(i, x)` after each step, for progress bars and previews.
+        on_step: function called as `on_step(i, x)` after each step, for progress bars and previews.
 
     Returns:
         `[B, ...]` x at `sigmas[-1]`, fp32 (fp64 for fp64 noise).
@@ -84,7 +84,7 @@ def step_list(timesteps: Sequence[float], shift: float = 1.0) -> tuple[float, ..
     schedule's shift (1000/750/500/250 "warped": use the schedule's shift here).
 
     Args:
-        timesteps: strictly decreasing, in (0, 1000].
+        timesteps: strictly decreasing timesteps in (0, 1000].
         shift: see `flow_matching.shift_sigma`.
 
     Returns:
@@ -118,9 +118,9 @@ def sample_few_step(
     Args:
         velocity_fn: see the head of this file.
         noise: `[B, ...]` pure noise.
-        timesteps: strictly decreasing, in (0, 1000], with any shift already applied (see `step_list`).
+        timesteps: strictly decreasing timesteps in (0, 1000], with any shift already applied (see `step_list`).
         fresh: `fresh(i)` is the fresh noise before step i, i >= 1; not needed for a single timestep.
-        on_step: called as `on_step(i, x0)` after each prediction.
+        on_step: function called as `on_step(i, x0)` after each prediction.
 
     Returns:
         `[B, ...]` predicted data, fp32 (fp64 for fp64 noise).

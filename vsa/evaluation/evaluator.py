@@ -70,7 +70,7 @@ class EvaluationSettings:
             value a checkpoint of another run with its digest.
         val_loss: whether to compute the validation loss.
         lpips: folder of LPIPS weights; None skips LPIPS.
-        real: most held-out clips that the clips are compared with.
+        real: maximum number of held-out clips that the clips are compared with.
     """
 
     prompts: tuple[str, ...]
@@ -137,9 +137,9 @@ class Evaluator:
         """Compute the validation loss, the clips and their metrics.
 
         Args:
-            run: loaded from `checkpoint`.
+            run: pipeline loaded from `checkpoint`.
             checkpoint: the checkpoint of the weights.
-            progress: called with the number of clip-steps that were just done.
+            progress: function called with the number of clip-steps that were just done.
         """
         s = self.settings
         ours = self._ours(run)
@@ -248,7 +248,7 @@ def validation_loss(run: LoadedRun, state: Mapping[str, Any], *, batch_size: int
     Args:
         run: the model with its latent statistics.
         state: state of its checkpoint, with the config of data and objective, and the seed.
-        batch_size: most samples computed together.
+        batch_size: maximum number of samples computed together.
     """
     objective = build(state["config"]["task"]["objective"])
     if not isinstance(objective, FlowMatchingLoss):

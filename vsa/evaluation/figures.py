@@ -87,7 +87,7 @@ def loss_curve(metrics_csv: str | Path, path: str | Path, *, title: str = "") ->
         metrics_csv: a run's metrics; `train/loss` (of a mixed objective `train/loss_data`) and `val/loss` are drawn as
             far as they were logged.
         path: PNG to write.
-        title: above the axes.
+        title: title above the axes.
     """
     # of a mixture the part that validation measures, too
     steps, losses = _logged(metrics_csv, "train/loss_data", "train/loss")
@@ -107,7 +107,7 @@ def health_curves(metrics_csv: str | Path, path: str | Path, *, title: str = "")
     Args:
         metrics_csv: metrics file of a run; missing columns are skipped.
         path: PNG to write.
-        title: above the axes.
+        title: title above the axes.
     """
     columns = {
         "loss of the critic": {"fake_score/loss": "training"},
@@ -143,7 +143,7 @@ def layer_heatmaps(
         path: PNG to write.
         layers: numbers of the layers.
         timesteps: noise levels in [0, 1].
-        title: above the panels.
+        title: title above the panels.
 
     Raises:
         ValueError: a table of another shape.
@@ -200,7 +200,7 @@ def draw_evaluation(rows: Sequence[Mapping[str, Any]], path: str | Path, *, titl
     Args:
         rows: rows by step, with values as numbers or as text.
         path: PNG to write.
-        title: above the panels.
+        title: title above the panels.
     """
     names = {name for row in rows for name in row}
     panels = [(heading, label, [m for m in metrics if m in names]) for heading, label, metrics in PANELS]

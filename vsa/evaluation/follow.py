@@ -82,7 +82,7 @@ def evaluate_run(
         request: the requested evaluation.
         bars: bounds of the metrics.
         out: output folder; None: `evaluation` in the run folder.
-        follow: wait for new checkpoints until the run's last step.
+        follow: whether to wait for new checkpoints until the run's last step.
         poll: seconds between two checks for new checkpoints.
         timeout: seconds without a new checkpoint after which following ends.
 
@@ -222,7 +222,7 @@ def new_checkpoints(folder: Path, *, follow: bool, poll: float = 5.0, timeout: f
 
     Args:
         folder: folder of the checkpoints, which may not exist yet.
-        follow: wait for new checkpoints; otherwise end after the existing ones.
+        follow: whether to wait for new checkpoints, instead of ending after the existing ones.
         poll: seconds between two checks.
         timeout: seconds without a new checkpoint after which following ends.
     """

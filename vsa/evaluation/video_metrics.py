@@ -132,7 +132,7 @@ def load_lpips(folder: str | Path) -> Callable[[Tensor, Tensor], float]:
     Source: Zhang et al., "The unreasonable effectiveness of deep features as a perceptual metric" (2018).
 
     Args:
-        folder: holds torchvision's AlexNet weights, one file `alexnet-*.pth`.
+        folder: folder with torchvision's AlexNet weights, one file `alexnet-*.pth`.
     """
     weight_files = sorted(Path(folder).glob("alexnet-*.pth"))
     if len(weight_files) != 1:

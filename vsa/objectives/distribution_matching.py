@@ -211,7 +211,7 @@ class DistributionMatching:
         Args:
             networks: the networks by role; only the generator gets gradients.
             batch: captions and seeds.
-            latents: give shape and device, and are the data with `source=data_latent`.
+            latents: tensor that gives shape and device, and is the data with `source=data_latent`.
             negative: embedding of the teacher's unconditional pass; required if `guided`.
             seed: seed of the run.
             iteration: iteration of the distillation.

@@ -35,9 +35,9 @@ class Series:
         x, y: coordinates, of the same length.
         low, high: a band around y, or error bars of points; None for neither.
         colour: index of the colour.
-        points: draw points instead of a line.
-        dashed: draw a dashed line.
-        faint: draw a thin, transparent line.
+        points: whether points are drawn instead of a line.
+        dashed: whether the line is dashed.
+        faint: whether the line is thin and transparent.
         labels: hover text of each point; empty for the name.
     """
 

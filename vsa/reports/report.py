@@ -35,7 +35,7 @@ def report(folders: Sequence[Path], *, out: Path | None = None, clips_mb: float 
     Args:
         folders: runs, sweeps, or folders that contain them.
         out: folder to write to; None: the folder that contains all runs.
-        clips_mb: most megabytes of sampled clips in the page.
+        clips_mb: maximum size of the sampled clips in the page, in megabytes.
 
     Returns:
         Path of the page.

@@ -38,7 +38,7 @@ def write_run_page(run: Run, *, out: Path | None = None, clips_mb: float = CLIPS
     Args:
         run: the run, from `read_run`.
         out: folder to write to; None: the run folder.
-        clips_mb: most megabytes of sampled clips in the page.
+        clips_mb: maximum size of the sampled clips in the page, in megabytes.
 
     Returns:
         Path of the page.

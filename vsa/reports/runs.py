@@ -53,7 +53,7 @@ class Point:
     Args:
         name: name of the run in the folder of the sweep.
         status: waiting, running, finished, failed, refused or stopped.
-        reason: why the run failed or was refused.
+        reason: reason why the run failed or was refused.
         control: whether it is the dense control that the others are compared with.
         device: device that it ran on.
     """
@@ -88,7 +88,7 @@ class Run:
         point: entry in the sweep that the run belongs to, None without a sweep.
         parameters: number of parameters of the network, None without a readable checkpoint.
         writing: whether a process is writing to the folder.
-        damaged: why `run.json` cannot be read; empty where it can, or is missing.
+        damaged: reason why `run.json` cannot be read; empty where it can, or is missing.
     """
 
     folder: Path

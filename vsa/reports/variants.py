@@ -31,13 +31,13 @@ class Variant:
     """Runs with the same settings except for the seed.
 
     Args:
-        name: distinguishes the variant from the others.
+        name: name that distinguishes the variant from the others.
         values: values of the settings in which variants differ.
         runs: one run per seed, at the chosen learning rate.
         tried: runs by learning rate, for the seeds at which several rates were tried; empty for a single rate.
         difference: difference to the reference on the shared validation set; None for the reference itself, or if the
             validation sets differ.
-        not_paired: why there is no difference.
+        not_paired: reason why there is no difference.
         p_holm: p-value of the difference, corrected for the number of variants.
         best_trade: whether the variant is on the Pareto front of loss and step time.
         colour: index of its colour, the same in all figures and tables.

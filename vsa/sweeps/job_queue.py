@@ -150,8 +150,8 @@ def run_jobs(
     Args:
         jobs: jobs in the order of starting; their status is updated.
         slots: slots, each of which runs one job at a time.
-        changed: called with every job whose status has changed.
-        tick: called several times per second.
+        changed: function called with every job whose status has changed.
+        tick: function called several times per second.
         grace: time in seconds for running jobs to end after a signal.
 
     Returns:

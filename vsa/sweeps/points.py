@@ -48,7 +48,7 @@ def variants_of(
         sweep: settings of the sweep; its variants are combined with its axes.
         axes: further axes from the command line, with values as text.
         shared: overrides of all points that change how many tiles are kept.
-        used: selects the overrides of a point that apply to its attention.
+        used: function that selects the overrides of a point that apply to its attention.
 
     Raises:
         ValueError: no point, an invalid name, or two points with the same name.

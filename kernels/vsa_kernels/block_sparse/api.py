@@ -47,8 +47,8 @@ def block_sparse_attn(
         kv_valid: int32 `[B, Nkv]`, number of leading tokens of block n that exist in sample b; None: all of them.
         scale: factor of the logits, default D ** -0.5; a scale of 0 gives the mean over the selected tokens.
         backend: `reference`, `gather`, `triton`, `cudnn` or None (automatic, see `resolve_backend`).
-        check_values: also check the values of offsets, lists, counts and their bounds on the device and raise a
-            ValueError where they break their contract; for debugging, since it waits for the device.
+        check_values: whether the values of offsets, lists, counts and their bounds are checked on the device too, with
+            a ValueError where they break their contract; for debugging, since it waits for the device.
 
     Returns:
         out `[B, L, H, D]` in q's dtype, and the natural-log lse `[B, H, L]` in fp32 (fp64 for fp64 inputs). A

@@ -57,7 +57,7 @@ def check_outputs(q: Tensor, dout: Tensor, out: Tensor, lse: Tensor, dlse: Tenso
         dout: `[B, L, H, D]` in q's dtype.
         out: `[B, L, H, D]` in q's dtype or that of lse.
         lse: `[B, H, L]` in `lse_dtype`.
-        dlse: like lse, or None.
+        dlse: gradient of the shape of lse, or None.
     """
     B, L, H, D = q.shape
     wide = lse_dtype(q.dtype)

@@ -215,7 +215,7 @@ def transpose(
         num_kv_blocks: Nkv.
         first: int32 like `kv_num_blocks`, entries of a row before it are left out; requires `mask_ids`.
         mask_ids: int32 like `kv_indices`, mask id of each entry; requires `first`.
-        places: give each entry its place in its row, instead of a mask id.
+        places: whether each entry gets its place in its row, instead of a mask id.
     """
     lists, counts = kv_indices.contiguous(), kv_num_blocks.contiguous()
     first, mask_ids = (None if x is None else x.contiguous() for x in (first, mask_ids))

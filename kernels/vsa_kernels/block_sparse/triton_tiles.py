@@ -91,7 +91,7 @@ class Tiles(NamedTuple):
         block: rows of a tile.
         parts: tiles of the largest block.
         size: tokens per block where they are uniform (the last may be shorter), else 0.
-        even: every tile is full of tokens.
+        even: whether every tile is full of tokens.
         num: blocks.
     """
 
@@ -108,7 +108,7 @@ class Tiles(NamedTuple):
         Args:
             blocks: number of blocks, largest and smallest size; None: runs of `largest` tokens.
             num_tokens: L or S.
-            largest: most rows of a tile.
+            largest: maximum number of rows of a tile.
         """
         if blocks is None:
             return cls(largest, 1, largest, num_tokens % largest == 0, cdiv(num_tokens, largest))

@@ -31,7 +31,7 @@ class Call(NamedTuple):
     """The flat arguments of the forward, in the order of its schema; see `coarse_fine_attn`.
 
     Args:
-        topk: at most Nkv.
+        topk: number of tiles, at most Nkv.
         capacity: Kmax, at least topk.
     """
 

@@ -39,7 +39,7 @@ def norm_rope(
         cos: fp32 `[L, D / 2]` cosines in the token order of x, a constant; None without rotation.
         sin: fp32 `[L, D / 2]` sines, a constant; None without rotation.
         num_heads: H, with an even D = C / H.
-        eps: added to the mean square.
+        eps: constant added to the mean square.
         projection: weight `[C, E]` and bias `[C]` of the linear layer before the norm.
         backend: `reference`, `triton` or None (`triton` where it can run, else `reference`).
 

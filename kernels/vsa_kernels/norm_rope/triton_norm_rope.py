@@ -135,9 +135,9 @@ def forward(
         weight: `[C]` of the norm.
         bias: `[C]` added to the tokens, or None.
         cos: fp32 `[L, D / 2]`, or None without rotation.
-        sin: like cos.
+        sin: table of the shape of cos.
         num_heads: H.
-        eps: added to the mean square.
+        eps: constant added to the mean square.
     """
     x = _rows_ready(x)
     B, L, C = x.shape

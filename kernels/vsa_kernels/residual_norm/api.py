@@ -43,8 +43,8 @@ def residual_norm(
             `[B, L, E]`.
         gate: `[B, 1, C]` or `[B, L, C]` factor of the update; None: 1.
         weight: `[C]`, `[B, 1, C]` or `[B, L, C]` factor of the normalised sum.
-        bias: like weight, added to it.
-        eps: added to the variance.
+        bias: shift of the shape of weight.
+        eps: constant added to the variance.
         projection: weight `[C, E]` and bias `[C]` of the last linear layer of the sub-layer.
         backend: `reference`, `triton` or None (`triton` where it can run, else `reference`).
 

@@ -140,8 +140,8 @@ def forward(
         update_bias: `[C]` added to the update, or None.
         gate: `[B, 1, C]` or None.
         weight: `[C]` or `[B, 1, C]`.
-        bias: like weight.
-        eps: added to the variance.
+        bias: shift of the shape of weight.
+        eps: constant added to the variance.
     """
     x, update = _rows_ready(x), _rows_ready(update)
     update_bias, gate, weight, bias = (_rows_ready(p) for p in (update_bias, gate, weight, bias))

@@ -49,7 +49,7 @@ class FineGrainedAttention(AttentionMethod):
         attended: kv tiles that a query attends to, union or tile, see `plan_groups`.
         order: order of the tokens: raster, as published, or hilbert, along a space-filling curve.
         backend: backend of grouping and attention, reference or triton; null chooses by device.
-        allow_training: allow gradients, computed by `block_sparse_attn` with the mask as a constant.
+        allow_training: whether gradients are allowed, computed by `block_sparse_attn` with the mask as a constant.
         **layer: see `AttentionMethod`.
 
     Source: FG-Attn (arXiv 2509.16518v2), sections 5.2 and 5.3; for order and union of the groups see `plan_groups`.

@@ -129,7 +129,7 @@ def end_to_end(
         attention_share: f, share of attention in the time of the dense run.
         steps: steps of the sampler.
         dense_steps: n0, first steps that keep dense attention.
-        rounded: round S half up to two decimals, then to one, as the paper's tables do.
+        rounded: whether S is rounded half up to two decimals, then to one, as in the paper's tables.
     """
     if not 0 <= attention_share <= 1:
         raise ValueError(f"attention_share must be in [0, 1], got {attention_share}")

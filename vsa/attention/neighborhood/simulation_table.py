@@ -36,7 +36,7 @@ def print_simulation(
 
     Args:
         grid, window, stride, dilation, causal, tiling, one_d: see `simulate`.
-        sweep: print the strides of `sweep_strides` instead of one.
+        sweep: whether the strides of `sweep_strides` are printed instead of one.
         q_tile, kv_tile: a missing one takes the other's value; without both, the `best_tile` of 64 tokens.
         attention_share, steps, dense_steps, rounded: see `end_to_end`; without a share the column is left out.
     """

@@ -66,7 +66,7 @@ class SpargeAttention(AttentionMethod):
         keeps_sum: whether skipped weights stay in the softmax denominator (paper) or not (code).
         tuned: file of `vsa tune-sparge`, or its content: tau, theta and threshold of each layer and head, which replace
             the three above; its blocks and order must equal those given here.
-        allow_training: allow gradients, for which the mask is a constant.
+        allow_training: whether gradients are allowed, for which the mask is a constant.
         backend: backend of attention; null chooses by device.
         **layer: see `AttentionMethod`.
 

@@ -106,7 +106,7 @@ def tune_layer(
         method: method whose blocks and order apply.
         inputs: function that yields the inputs on the compute device; called once for each stage.
         search: bounds and grids.
-        progress: called with 1 after every call of attention.
+        progress: function called with 1 after every call of attention.
     """
     grid = [(tau, theta) for theta in search.thetas for tau in search.taus]
     first = _Sums(len(grid))

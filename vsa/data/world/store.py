@@ -38,7 +38,7 @@ class SceneLatents:
     Args:
         scenes: B clips.
         size: frames, height and width of their pixels.
-        codec: encodes them.
+        codec: codec of the scenes.
     """
 
     scenes: Scenes

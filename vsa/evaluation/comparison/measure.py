@@ -96,7 +96,7 @@ def measure(
         queries: number of sampled query tokens, None for all.
         repeats: number of timed calls of each method.
         seed: seed of the sampled queries.
-        progress: called with 1 for every method.
+        progress: function called with 1 for every method.
     """
     device = torch.device(device)
     q, k, v = (x.to(device, dtype) for x in (capture.q, capture.k, capture.v))

@@ -90,7 +90,7 @@ class ComparedModel(ABC):
             prompts: N captions; their noise is the same for each method.
             plan: plan that the method follows where it has an effect; its own budget applies where the plan has none.
                 None for dense attention, the reference.
-            progress: called after every sampler step with the number of clips it advanced.
+            progress: function called after every sampler step with the number of clips it advanced.
         """
 
     @abstractmethod
@@ -114,7 +114,7 @@ class ComparedModel(ABC):
             layers: indices of the layers.
             timesteps: timesteps in [0, 1000].
             seed: seed of the noise.
-            progress: called with 1 after each forward.
+            progress: function called with 1 after each forward.
         """
         captures: list[Capture] = []
         for clip in clips:
@@ -159,7 +159,7 @@ class ComparedModel(ABC):
             prompts: N captions.
             methods: dense attention first.
             plan: plan of every method except dense attention.
-            progress: called after every sampler step with the number of clips it advanced.
+            progress: function called after every sampler step with the number of clips it advanced.
         """
         rows: list[Denoised] = []
         reference: Tensor | None = None

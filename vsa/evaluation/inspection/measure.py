@@ -121,7 +121,7 @@ def inspect_clip(
         layers: layers to measure.
         tokens: number of query tokens whose dense attention gives the recall, None for all.
         seed: seed of the noise and of the sampled query tokens.
-        progress: called with 1 after every timestep.
+        progress: function called with 1 after every timestep.
 
     Raises:
         NothingSelected: none of the layers selects tiles.

@@ -235,7 +235,7 @@ def generate_videos(
         guidance: guidance scale, `uncond + guidance * (cond - uncond)`; 1 skips the unconditional pass.
         negative_prompt: caption of the unconditional pass.
         batch_size: clips sampled together; changes them only by rounding.
-        progress: called after every step with the number of clips it advanced; N * steps in all.
+        progress: function called after every step with the number of clips it advanced; N * steps in all.
 
     Returns:
         uint8 `[N, T, H, W, 3]`.
