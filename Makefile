@@ -70,8 +70,8 @@ wheel:
 
 # every fault of the reliability scorecard, provoked many times: under an hour on two cores
 soak: $(STAMP)
-	$(PYTEST) -m "soak and not gpu" --tries full --ignore tests/kernels/test_triton_fuzz.py
-	$(INTERPRETED) -m "soak and not gpu" --tries full --table outputs/soak-kernels.json
+	$(PYTEST) -m "soak and not gpu" --attempts full --ignore tests/kernels/test_triton_fuzz.py
+	$(INTERPRETED) -m "soak and not gpu" --attempts full --table outputs/soak-kernels.json
 
 # the pages of docs/ with a configuration reference, as files to open from the disk; a warning is an error
 docs: $(STAMP)

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The rows of the soak that need GPUs, then the memory accesses of all kernels under compute-sanitizer.
+# The cases of the soak that need GPUs, then the memory accesses of all kernels under compute-sanitizer.
 # Usage, anywhere:  scripts/gpu_soak.sh [OUT] [ROWS]
 #   OUT   folder of soak.json, soak.md and the logs of the sanitizer; default outputs/gpu_soak
 #   ROWS  tests; default tests/soak and those of the kernels, for which PYTHON (default python3) needs all of the project
@@ -12,7 +12,7 @@ python=${PYTHON:-python3} out=${1:-outputs/gpu_soak} status=0
 unset TRITON_INTERPRET
 mkdir -p "$out"
 # shellcheck disable=SC2086
-"$python" -m pytest ${2:-tests/soak tests/kernels/test_triton_fuzz.py} -m "soak and gpu" --tries full --table "$out/soak.json" || status=1
+"$python" -m pytest ${2:-tests/soak tests/kernels/test_triton_fuzz.py} -m "soak and gpu" --attempts full --table "$out/soak.json" || status=1
 tool=$(command -v compute-sanitizer || ls /usr/local/cuda/bin/compute-sanitizer) || exit 1
 for check in memcheck initcheck; do
   # a problem takes half a minute, most of it compilation: four processes share 40 problems; without torch's caching

@@ -39,7 +39,7 @@ def is_good(path):
     return True
 
 
-@pytest.mark.soak("checkpoint: retention after random damage", tries=300, short=20)
+@pytest.mark.soak("checkpoint: retention after random damage", attempts=300, short=20)
 def test_two_good_ones_stay_whatever_is_damaged(tmp_path, attempt):
     """A model beside it: which were ever good, and which of them nobody damaged."""
     draw, good = random.Random(attempt), set()

@@ -533,7 +533,7 @@ class Second(L.Callback):
             self.refused = str(error.value)
 
 
-@pytest.mark.soak("two runs in one folder at once", tries=12, short=1)
+@pytest.mark.soak("two runs in one folder at once", attempts=12, short=1)
 def test_two_runs_do_not_share_a_folder(attempt, training):
     training("trainer.max_steps=4", "run=alone")
     draw = random.Random(attempt)

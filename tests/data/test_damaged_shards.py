@@ -43,7 +43,7 @@ def flipped(path: Path, place: int, bit: int) -> bytes:
     return bytes(changed)
 
 
-@pytest.mark.soak("shards cut short are refused by name", tries=200, short=10)
+@pytest.mark.soak("shards cut short are refused by name", attempts=200, short=10)
 def test_a_cut_shard_is_refused_at_opening(attempt: int, root: Path) -> None:
     draw = random.Random(attempt)
     path = draw.choice(sorted(root.glob("*.tar")))
@@ -64,7 +64,7 @@ def test_a_shard_that_is_gone_is_refused_at_opening(tmp_path: Path, make_dataset
         LatentReader(root)
 
 
-@pytest.mark.soak("bit flips in shards: no wrong sample is trained on", tries=300, short=20)
+@pytest.mark.soak("bit flips in shards: no wrong sample is trained on", attempts=300, short=20)
 def test_a_flipped_bit_is_noticed(attempt: int, root: Path) -> None:
     """The digest of the file notices each flip, and reading each that hits a latent or a text: every second one."""
     draw, index = random.Random(attempt), LatentReader(root).index
@@ -96,7 +96,7 @@ def refusal(root: Path) -> str:
     return str(caught.value)
 
 
-@pytest.mark.soak("bit flips in index.json are refused", tries=300, short=20)
+@pytest.mark.soak("bit flips in index.json are refused", attempts=300, short=20)
 def test_a_flipped_bit_of_the_index_is_refused(attempt: int, root: Path) -> None:
     draw, path = random.Random(attempt), root / INDEX_NAME
     with content(path, flipped(path, draw.randrange(path.stat().st_size), draw.randrange(8))):

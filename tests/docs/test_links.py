@@ -74,7 +74,7 @@ def test_every_page_has_a_title():
 def test_the_faults_of_the_readme_are_those_of_the_linked_soak():
     (row,) = re.findall(r"^\| reliability \|.*$", (ROOT / "README.md").read_text(encoding="utf-8"), re.M)
     (table,) = (ROOT / target for target, _ in LINK.findall(row))
-    total = re.search(r"^\| all (\d+) rows \| (\d+) \| (\d+) \|", table.read_text(encoding="utf-8"), re.M)
+    total = re.search(r"^\| all (\d+) cases \| (\d+) \| (\d+) \|", table.read_text(encoding="utf-8"), re.M)
     assert total is not None
-    kinds, tries, survivals = map(int, total.groups())
-    assert f"and {kinds - 3} more kinds of faults: **{survivals:,} of {tries:,}** tries" in row
+    kinds, attempts, survivals = map(int, total.groups())
+    assert f"and {kinds - 3} more kinds of faults: **{survivals:,} of {attempts:,}** attempts" in row

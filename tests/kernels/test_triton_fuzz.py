@@ -201,7 +201,7 @@ def test_random_problems(half, triton_device, compiled):
     assert max(counts.values()) <= len(keys), f"more compilations than keys: {counts}"
 
 
-@pytest.mark.soak("Triton kernels in the interpreter against fp64", tries=60, short=0)
+@pytest.mark.soak("Triton kernels in the interpreter against fp64", attempts=60, short=0)
 @pytest.mark.skipif(not INTERPRETED, reason="a GPU has all of them in test_random_problems")
 def test_further_random_problems(triton_device, attempt):
     keys = _keys(7, triton_device)

@@ -91,13 +91,13 @@ def refused_for_older(checkpoint: Path) -> None:
     assert latest_checkpoint(checkpoint.parent, lambda _: None).path == older
 
 
-@pytest.mark.soak("checkpoint: bit flips and cuts of tensor files", tries=300, short=6)
+@pytest.mark.soak("checkpoint: bit flips and cuts of tensor files", attempts=300, short=6)
 def test_flips_and_cuts_of_tensor_files(source: TinyTraining, attempt: int):
     names = ("model.safetensors", "ema.safetensors", "optimizer.safetensors")
     flipped(source.last("source").path, names, attempt, cuts=True)
 
 
-@pytest.mark.soak("checkpoint: bit flips of state.json", tries=300, short=6)
+@pytest.mark.soak("checkpoint: bit flips of state.json", attempts=300, short=6)
 def test_flips_of_the_state(source: TinyTraining, attempt: int):
     flipped(source.last("source").path, ("state.json",), attempt, cuts=False)
 
@@ -127,7 +127,7 @@ def of_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "step-00000002"
 
 
-@pytest.mark.soak("checkpoint of two ranks: bit flips and cuts of their files", tries=300, short=6)
+@pytest.mark.soak("checkpoint of two ranks: bit flips and cuts of their files", attempts=300, short=6)
 def test_flips_and_cuts_of_the_files_of_ranks(of_two_ranks: Path, attempt: int):
     names = tuple(f"{group}-0000{rank}-of-00002.safetensors" for group in ("model", "ema") for rank in (1, 2))
     flipped(of_two_ranks, names, attempt, cuts=True)
@@ -136,7 +136,7 @@ def test_flips_and_cuts_of_the_files_of_ranks(of_two_ranks: Path, attempt: int):
 CONTENTS = (b"", b"[]", b"null", b"1" * 5000, b"[" * 200_000, b'{"a":' * 100_000, b"\xff\xfe", b"{}", b'{"schema": []}')
 
 
-@pytest.mark.soak("checkpoint: other content in state.json", tries=50, short=9)
+@pytest.mark.soak("checkpoint: other content in state.json", attempts=50, short=9)
 def test_other_content_in_the_state(source: TinyTraining, attempt: int):
     checkpoint, draw = source.last("source").path, random.Random(attempt)
     file = checkpoint / "state.json"
@@ -164,7 +164,7 @@ EDITS: tuple[tuple[str, Callable[[dict[str, Any]], Any]], ...] = (
 )
 
 
-@pytest.mark.soak("checkpoint: edits of state.json under a new digest", tries=80, short=2)
+@pytest.mark.soak("checkpoint: edits of state.json under a new digest", attempts=80, short=2)
 def test_edits_of_the_state(training: TinyTraining, newest: Path, attempt: int):  # noqa: F811
     """Past the digest, each value is checked by what uses it."""
     state, draw = state_of(newest), random.Random(attempt)
@@ -181,7 +181,7 @@ def test_edits_of_the_state(training: TinyTraining, newest: Path, attempt: int):
     assert refusal(training, *RUN, f"ckpt_path={newest}", MORE)
 
 
-@pytest.mark.soak("checkpoint: a key is missing", tries=66, short=2)
+@pytest.mark.soak("checkpoint: a key is missing", attempts=66, short=2)
 def test_a_missing_key(training: TinyTraining, newest: Path, attempt: int):  # noqa: F811
     """All values first, then all moments of four parameters, then any tensor."""
     state = state_of(newest)
@@ -233,7 +233,7 @@ CHANGES = (
 )
 
 
-@pytest.mark.soak("resume: a setting is changed", tries=len(CHANGES), short=2)
+@pytest.mark.soak("resume: a setting is changed", attempts=len(CHANGES), short=2)
 def test_a_changed_setting(training: TinyTraining, newest: Path, attempt: int):  # noqa: F811
     """An error names a setting of the run with its value and no byte changes, or it is free."""
     change, key, value = CHANGES[attempt % len(CHANGES)]
@@ -247,7 +247,7 @@ def test_a_changed_setting(training: TinyTraining, newest: Path, attempt: int): 
     assert {path: path.read_bytes() for path in files} == files
 
 
-@pytest.mark.soak("checkpoint: going back", tries=20, short=1)
+@pytest.mark.soak("checkpoint: going back", attempts=20, short=1)
 def test_going_back(training: TinyTraining, newest: Path, attempt: int, tmp_path: Path):  # noqa: F811
     """From an older checkpoint and stopped early: `last` follows the resumed run, and no checkpoint is lost."""
     draw, straight, folder = random.Random(attempt), state_of(newest)["files"], newest.parent
@@ -263,7 +263,7 @@ def test_going_back(training: TinyTraining, newest: Path, attempt: int, tmp_path
     assert latest_checkpoint(folder).state["files"] == straight
 
 
-@pytest.mark.soak("checkpoint: written in the background", tries=10, short=1)
+@pytest.mark.soak("checkpoint: written in the background", attempts=10, short=1)
 def test_written_in_the_background(source, training, monkeypatch, attempt: int):  # noqa: F811
     """However long its files take, it has the bytes of one that training waits for."""
     draw, save = random.Random(attempt), run_checkpoint.save_file
@@ -307,7 +307,7 @@ def places(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
     shutil.rmtree(memory, ignore_errors=True)
 
 
-@pytest.mark.soak("checkpoint: kill -9 inside a save", tries=60, short=2)
+@pytest.mark.soak("checkpoint: kill -9 inside a save", attempts=60, short=2)
 @pytest.mark.timeout(60)
 def test_a_kill_inside_a_save(places: Callable[[int], Path], attempt: int):
     weights = {"model": {f"w{i}": torch.full((250_000,), float(i)) for i in range(12)}, "ema": {"w": torch.ones(10)}}
@@ -331,7 +331,7 @@ def test_a_kill_inside_a_save(places: Callable[[int], Path], attempt: int):
         inside = after_kill(place)
 
 
-@pytest.mark.soak("checkpoint of two ranks: kill -9 of one inside a save", tries=60, short=1)
+@pytest.mark.soak("checkpoint of two ranks: kill -9 of one inside a save", attempts=60, short=1)
 @pytest.mark.timeout(60)
 def test_a_kill_of_one_rank_inside_a_save(tmp_path: Path, attempt: int):
     draw, inside, number = random.Random(attempt), False, 0
@@ -359,7 +359,7 @@ def test_a_kill_of_one_rank_inside_a_save(tmp_path: Path, attempt: int):
 # full disks
 
 
-@pytest.mark.soak("checkpoint: disk full at a random byte", tries=50, short=5)
+@pytest.mark.soak("checkpoint: disk full at a random byte", attempts=50, short=5)
 def test_a_disk_that_is_full_at_a_byte(tmp_path: Path, attempt: int):
     tensors = {"model": {"w": torch.zeros(20_000)}}
     first = write_checkpoint(tmp_path, tensors, {"step": 1})
@@ -372,7 +372,7 @@ def test_a_disk_that_is_full_at_a_byte(tmp_path: Path, attempt: int):
     assert is_good(write_checkpoint(tmp_path, tensors, {"step": 2}))
 
 
-@pytest.mark.soak("a run on a disk that is too small, resumed on a larger one", tries=24, short=1)
+@pytest.mark.soak("a run on a disk that is too small, resumed on a larger one", attempts=24, short=1)
 def test_a_run_on_a_disk_that_is_too_small(source: TinyTraining, tmp_path: Path, attempt: int):
     """A real file system: the run ends with status 28 and a good checkpoint, or only its logs are missing."""
     kilobytes = random.Random(attempt).randrange(40, 700)

@@ -73,7 +73,7 @@ MOMENTS: dict[str, tuple[str, ...]] = {
 SIGNALS = tuple(itertools.product(MOMENTS, ENDING))
 
 
-@pytest.mark.soak("signals of five kinds at eight moments, on one and two ranks", tries=len(SIGNALS), short=0)
+@pytest.mark.soak("signals of five kinds at eight moments, on one and two ranks", attempts=len(SIGNALS), short=0)
 def test_signals(training: TinyTraining, straight, attempt: int, tmp_path: Path):  # noqa: F811
     moment, number = SIGNALS[attempt % len(SIGNALS)]
     draw, settings, in_set_up = random.Random(attempt), (*LONG, *MOMENTS[moment]), "set-up" in moment
@@ -133,7 +133,7 @@ def alive(pid: int) -> bool:
         return False
 
 
-@pytest.mark.soak("signals while modules are loaded", tries=10, short=0)
+@pytest.mark.soak("signals while modules are loaded", attempts=10, short=0)
 def test_signals_while_modules_are_loaded(training: TinyTraining, attempt: int, tmp_path: Path):  # noqa: F811
     number, name = ENDING[attempt % 5], ENDING[attempt % 5].name
     words = (*TINY_OVERRIDES, *LONG, RARELY, f"output_dir={training.output}")
@@ -151,7 +151,7 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 LAUNCHED = (*TINY_OVERRIDES, *LONG, FSDP, *SOON, "trainer.devices=2")
 
 
-@pytest.mark.soak("signals to the launchers of two ranks", tries=4, short=0)
+@pytest.mark.soak("signals to the launchers of two ranks", attempts=4, short=0)
 @pytest.mark.timeout(600)
 def test_signals_to_launchers(training: TinyTraining, straight, attempt: int, tmp_path: Path):  # noqa: F811
     """torchrun passes signals on, and has a status of its own."""
@@ -173,7 +173,7 @@ LOST = tuple(itertools.product((signal.SIGKILL, signal.SIGSTOP), BUSY, (0, 1)))
 
 
 @pytest.mark.soak(
-    "a dead or frozen rank: the other ends in time and names it, the run goes on", tries=len(LOST), short=0
+    "a dead or frozen rank: the other ends in time and names it, the run goes on", attempts=len(LOST), short=0
 )
 def test_lost_ranks(training: TinyTraining, straight, attempt: int, tmp_path: Path):  # noqa: F811
     """In steps, where validations or saves are most of the time, and with workers."""
@@ -203,7 +203,7 @@ LAUNCHED_LOST = ((signal.SIGKILL, 1, False), (signal.SIGSTOP, 1, False), (signal
 LAUNCHED_LOST += ((signal.SIGKILL, 0, False),)
 
 
-@pytest.mark.soak("a dead or frozen rank of a launcher: no process is left", tries=4, short=0)
+@pytest.mark.soak("a dead or frozen rank of a launcher: no process is left", attempts=4, short=0)
 @pytest.mark.timeout(600)
 def test_lost_ranks_of_launchers(training: TinyTraining, attempt: int, tmp_path: Path):  # noqa: F811
     number, lost, by_torchrun = LAUNCHED_LOST[attempt % 4]
@@ -223,7 +223,7 @@ def test_lost_ranks_of_launchers(training: TinyTraining, attempt: int, tmp_path:
     assert len([line for line in output.splitlines() if line.startswith(prefixes)]) == 1, output[-2000:]
 
 
-@pytest.mark.soak("SIGTERM to a rank that waits for a frozen one", tries=4, short=0)
+@pytest.mark.soak("SIGTERM to a rank that waits for a frozen one", attempts=4, short=0)
 def test_sigterm_to_a_rank_that_waits(training: TinyTraining, attempt: int, tmp_path: Path):  # noqa: F811
     draw, lost = random.Random(attempt), attempt % 2
     with Ranks(2, lambda _: training(*LONG, FSDP, RARELY), tmp_path / "printed") as ranks:
@@ -237,9 +237,9 @@ def test_sigterm_to_a_rank_that_waits(training: TinyTraining, attempt: int, tmp_
     assert len([line for line in lines if line.startswith(f"SIGTERM: rank {lost} (pid ")]) == 1
 
 
-@pytest.mark.soak("a slow rank is named, none in a run that is left alone", tries=9, short=0)
+@pytest.mark.soak("a slow rank is named, none in a run that is left alone", attempts=9, short=0)
 def test_slow_ranks(training: TinyTraining, attempt: int, tmp_path: Path):  # noqa: F811
-    """One of two ranks is stopped for half of the time, or in every third try none."""
+    """One of two ranks is stopped for half of the time, or in every third attempt none."""
     slow = (None, 1, 0)[attempt % 3]
     with Ranks(2, lambda _: training(FSDP, RARELY, "trainer.max_steps=110"), tmp_path / "printed") as ranks:
         assert wait_for(lambda: steps_of(training) >= 1 or ranks.ended(), 120)
@@ -258,7 +258,7 @@ def test_slow_ranks(training: TinyTraining, attempt: int, tmp_path: Path):  # no
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-@pytest.mark.soak("signals, killed and frozen ranks on several GPUs", tries=8, short=1)
+@pytest.mark.soak("signals, killed and frozen ranks on several GPUs", attempts=8, short=1)
 @pytest.mark.timeout(60)
 def test_signals_and_lost_ranks_on_gpus(training: TinyTraining, attempt: int, tmp_path: Path):  # noqa: F811
     """To the last rank: all save, or end in time and name it; forks use GPUs if this process has not."""

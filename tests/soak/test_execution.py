@@ -79,7 +79,7 @@ OVERWRITES = (
 )
 
 
-@pytest.mark.soak("overwrite=true beside what is not its run", tries=len(OVERWRITES), short=1)
+@pytest.mark.soak("overwrite=true beside what is not its run", attempts=len(OVERWRITES), short=1)
 def test_overwriting_touches_nothing_else(attempt, runs, refused, proof):
     setting = drawn(OVERWRITES, attempt).replace("PARENT", str(runs.output.parent))
     refused("train.py", *words(runs, "run=precious", "overwrite=true", setting))
@@ -96,7 +96,7 @@ STARTS.remove(("ckpt_path=last", "trainer.max_steps=0"))
 STARTS += [("", "trainer.max_steps=9"), ("ckpt_path=nowhere", "seed=0"), ("ckpt_path=last", "seed=1")]
 
 
-@pytest.mark.soak("refused starts in the folder of a run", tries=len(STARTS), short=2)
+@pytest.mark.soak("refused starts in the folder of a run", attempts=len(STARTS), short=2)
 def test_a_refused_start_changes_no_byte(attempt, runs, refused, proof):
     chosen = filter(None, drawn(STARTS, attempt))
     refused("train.py", *words(runs, "run=precious", "trainer.max_steps=9", *chosen))
@@ -118,14 +118,14 @@ def in_file(content: bytes) -> list[str]:
 NODES = tuple(hydra_nodes(Path("proof")))
 
 
-@pytest.mark.soak("Hydra's own nodes in files", tries=len(NODES), short=2)
+@pytest.mark.soak("Hydra's own nodes in files", attempts=len(NODES), short=2)
 def test_a_node_of_hydra_in_a_file(attempt, runs, refused, proof):
     node = hydra_nodes(proof)[drawn(NODES, attempt)]
     text = "# @package _global_\n" + yaml.safe_dump({"hydra": node})
     refused("train.py", *flags(node), *words(runs, "run=a"), *in_file(text.encode()))
 
 
-@pytest.mark.soak("Hydra's own nodes on the command line", tries=len(NODES), short=2)
+@pytest.mark.soak("Hydra's own nodes on the command line", attempts=len(NODES), short=2)
 def test_a_node_of_hydra_on_the_command_line(attempt, runs, refused, proof):
     node = hydra_nodes(proof)[drawn(NODES, attempt)]
     settings = [
@@ -145,7 +145,7 @@ def with_config(runs: TinyTraining, target: Path, config: Mapping[str, Any]) -> 
     return write_checkpoint(target, groups, {**state, "config": config})
 
 
-@pytest.mark.soak("Hydra's own nodes in checkpoints", tries=len(NODES), short=0)
+@pytest.mark.soak("Hydra's own nodes in checkpoints", attempts=len(NODES), short=0)
 def test_a_node_of_hydra_in_a_checkpoint_is_data(attempt, runs, command_line, proof, tmp_path):  # noqa: F811
     config = {**runs.last("precious").state["config"], "hydra": hydra_nodes(proof)[drawn(NODES, attempt)]}
     checkpoint = with_config(runs, tmp_path / "evil", config)
@@ -170,12 +170,12 @@ def test_a_class_of_another_package_is_not_imported(target, proof):
     assert not proof.exists()
 
 
-@pytest.mark.soak("hostile classes by key of the config", tries=len(KEYS), short=1)
+@pytest.mark.soak("hostile classes by key of the config", attempts=len(KEYS), short=1)
 def test_a_class_of_another_package_below_every_key(attempt, runs, refused, proof):
     refused("train.py", *words(runs, "run=a"), f"++{drawn(KEYS, attempt)}._target_={PACKAGE}.run")
 
 
-@pytest.mark.soak("hostile experiment files", tries=len(FILES), short=2)
+@pytest.mark.soak("hostile experiment files", attempts=len(FILES), short=2)
 def test_a_file_that_is_no_settings(attempt, runs, refused, proof):
     refused("train.py", *words(runs, "run=a"), *in_file(FILES[drawn([*FILES], attempt)]))
 
@@ -188,7 +188,7 @@ CONFIGS = [
 ]
 
 
-@pytest.mark.soak("hostile classes in checkpoints", tries=len(CONFIGS), short=0)
+@pytest.mark.soak("hostile classes in checkpoints", attempts=len(CONFIGS), short=0)
 def test_a_class_of_another_package_in_a_checkpoint(attempt, runs, refused, proof, tmp_path):
     """It is refused by its key, whether the command would build it or not."""
     command, node = drawn(CONFIGS, attempt)
@@ -218,7 +218,7 @@ PLACES = [(place, name) for place in ("ckpt_path", "init_from", "tensors", "samp
 PLACES += [("root", root) for root in ROOTS]
 
 
-@pytest.mark.soak("pickles in place of weights and data", tries=len(PLACES), short=2)
+@pytest.mark.soak("pickles in place of weights and data", attempts=len(PLACES), short=2)
 def test_a_pickle_is_not_loaded(attempt, runs, refused, proof, tmp_path):
     place, name = drawn(PLACES, attempt)
     payload, file = payloads(proof).get(name, b""), tmp_path / "x" / name

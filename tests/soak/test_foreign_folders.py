@@ -26,7 +26,7 @@ from tests.test_damaged_files import contents, others, with_leaves
 from tests.tiny_runs import ROOT, TINY_OVERRIDES, TinyTraining, command_line, write_tiny_run  # noqa: F401 (fixtures)
 from tests.training.test_replay import Spoil, dumps_of
 
-# a read that waits for ever is a lost try
+# a read that waits for ever is a failed attempt
 pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("no_pictures")]
 SECRET = "what nobody may share, " * 5
 
@@ -99,7 +99,7 @@ def run_folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_sweep(folder, *({"name": f"run-seed{seed}"} for seed in (0, 1)))
 
 
-@pytest.mark.soak("report pages of damaged run folders", tries=60, short=2)
+@pytest.mark.soak("report pages of damaged run folders", attempts=60, short=2)
 def test_a_report_of_a_damaged_run_folder(attempt, run_folders, copy, survives):
     folder = copy(run_folders, attempt)
     if survives("report", folder) == 0:
@@ -128,7 +128,7 @@ NAMES = (
 )
 
 
-@pytest.mark.soak("report pages of hostile names", tries=len(NAMES), short=2)
+@pytest.mark.soak("report pages of hostile names", attempts=len(NAMES), short=2)
 def test_a_report_of_hostile_names(attempt, tmp_path, survives):
     name = NAMES[attempt % len(NAMES)]
     for seed in (0, 1):
@@ -147,7 +147,7 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
 FORGERIES = [*forgeries()]
 
 
-@pytest.mark.soak("check-data on hostile folders", tries=80, short=2)
+@pytest.mark.soak("check-data on hostile folders", attempts=80, short=2)
 def test_hostile_data_are_told(attempt, shards, copy, survives, tmp_path):
     if attempt % 2:
         root = shutil.copytree(shards, tmp_path / "copy")
@@ -172,7 +172,7 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"}
 
 
-@pytest.mark.soak("convert, merge and verify-export of damaged files", tries=80, short=2)
+@pytest.mark.soak("convert, merge and verify-export of damaged files", attempts=80, short=2)
 def test_damaged_weights_are_told(attempt, weights, copy, survives, tmp_path):
     command = ("verify-export", "convert export", "convert run", "merge")[attempt % 4]
     source = {"verify-export": "export", "convert export": "export", "merge": ("base", "few", "sparse")[attempt % 3]}
@@ -198,7 +198,7 @@ def dump(tmp_path_factory: pytest.TempPathFactory) -> Path:
         return path
 
 
-@pytest.mark.soak("replays of foreign dumps", tries=60, short=2)
+@pytest.mark.soak("replays of foreign dumps", attempts=60, short=2)
 def test_a_foreign_dump_is_replayed_or_refused(attempt, dump, copy, survives):
     survives("replay", copy(dump, attempt), "--accelerator", "cpu")
 
@@ -208,7 +208,7 @@ def captures(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return written(tmp_path_factory.mktemp("captures") / "q.safetensors", range(1)).parent
 
 
-@pytest.mark.soak("tune-sparge on damaged files", tries=40, short=1)
+@pytest.mark.soak("tune-sparge on damaged files", attempts=40, short=1)
 def test_damaged_captures_are_told(attempt, captures, copy, survives, tmp_path):
     folder = copy(captures, attempt)
     status = survives("tune-sparge", "--captures", folder / "q.safetensors", "--out", tmp_path / "out", *SMALL, *BOUNDS)
@@ -231,7 +231,7 @@ COMMANDS = ("report RUN", "check-data SET", "config", "tiles 4 8 8", f"train {' 
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.soak("closed, full and unread streams of commands", tries=len(STREAMS) * len(COMMANDS), short=0)
+@pytest.mark.soak("closed, full and unread streams of commands", attempts=len(STREAMS) * len(COMMANDS), short=0)
 def test_streams_change_no_file(attempt, shards, run_folders, tmp_path):
     run = shutil.copytree(run_folders / "run-seed0", tmp_path / "run")
     streams, command = STREAMS[attempt % len(STREAMS)], COMMANDS[attempt // len(STREAMS) % len(COMMANDS)]

@@ -77,7 +77,7 @@ def assert_solved(case: Case, results: dict[str, Tensor]) -> None:
         assert_within_budget(x, exact[name], exact[name], name, share * terms[name])
 
 
-@pytest.mark.soak("block-sparse attention against fp64", tries=180, short=4)
+@pytest.mark.soak("block-sparse attention against fp64", attempts=180, short=4)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 def test_every_backend_solves_random_problems(attempt, dtype):
     case = problem(attempt, dtype)
@@ -100,7 +100,7 @@ def test_wrong_results_are_noticed(dtype):
             assert_solved(case, results)
 
 
-@pytest.mark.soak("the operator with its gates against fp64", tries=60, short=3)
+@pytest.mark.soak("the operator with its gates against fp64", attempts=60, short=3)
 def test_the_operator_of_random_problems(attempt):
     rng = random.Random(attempt)
     q_sizes, kv_sizes, kv_heads = _sizes(rng, 24), _sizes(rng, 24), rng.choice((1, 2))
@@ -116,7 +116,7 @@ def test_the_operator_of_random_problems(attempt):
         torch.testing.assert_close(x, exact[name], atol=1e-10, rtol=1e-10, msg=name)
 
 
-@pytest.mark.soak("top-k against a sort", tries=90, short=4)
+@pytest.mark.soak("top-k against a sort", attempts=90, short=4)
 def test_selection_with_ties_nan_and_inf(attempt):
     rng, generator = random.Random(attempt), torch.Generator().manual_seed(attempt)
     scores = torch.randn(1, 2, rng.randint(1, 6), rng.randint(1, 70), generator=generator)
@@ -135,7 +135,7 @@ def test_selection_with_ties_nan_and_inf(attempt):
             assert lists(index, (0, head, row)) == expected
 
 
-@pytest.mark.soak("all blocks are torch's own attention", tries=50, short=3)
+@pytest.mark.soak("all blocks are torch's own attention", attempts=50, short=3)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_list_of_all_blocks_is_dense_attention(attempt, backend):
     case = problem(attempt, torch.float64)
@@ -148,7 +148,7 @@ def test_a_list_of_all_blocks_is_dense_attention(attempt, backend):
         torch.testing.assert_close(actual[name], x, atol=1e-11, rtol=0, msg=name)
 
 
-@pytest.mark.soak("gradients against differences", tries=50, short=2)
+@pytest.mark.soak("gradients against differences", attempts=50, short=2)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_gradients_through_out_and_lse(attempt, backend):
     case = problem(attempt, torch.float64, most=3, dims=(2, 3), empty=False)
@@ -160,7 +160,7 @@ def test_gradients_through_out_and_lse(attempt, backend):
     assert torch.autograd.gradcheck(attend, inputs, fast_mode=True)
 
 
-@pytest.mark.soak("empty lists and blocks that are not there", tries=150, short=3)
+@pytest.mark.soak("empty lists and blocks that are not there", attempts=150, short=3)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_queries_without_blocks_and_blocks_that_are_not_there(attempt, backend):
     case = problem(attempt, torch.float32)
@@ -175,7 +175,7 @@ def test_queries_without_blocks_and_blocks_that_are_not_there(attempt, backend):
         block_sparse_attn(case.q, case.k, case.v, broken, **case.blocks, check_values=True, backend=backend)
 
 
-@pytest.mark.soak("NaN, Inf and large logits in attention", tries=90, short=3)
+@pytest.mark.soak("NaN, Inf and large logits in attention", attempts=90, short=3)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_a_key_that_is_no_number_reaches_only_its_queries(attempt, backend, value):
@@ -196,7 +196,7 @@ def test_a_key_that_is_no_number_reaches_only_its_queries(attempt, backend, valu
     assert value == torch.inf or torch.equal(reached, sees)
 
 
-@pytest.mark.soak("repeated calls bit for bit", tries=20, short=2)
+@pytest.mark.soak("repeated calls bit for bit", attempts=20, short=2)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_repeated_calls_are_equal(attempt, backend):
     first, *others = (run(problem(attempt, torch.float32, most=60), backend) for _ in range(6))
@@ -228,7 +228,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.soak("odd layouts bit for bit", tries=12, short=1)
+@pytest.mark.soak("odd layouts bit for bit", attempts=12, short=1)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_layout_changes_no_bit(attempt, layout):
     case = problem(attempt, torch.float32)

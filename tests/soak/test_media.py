@@ -100,7 +100,7 @@ def encoded(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], set[st
     return [*files], {name for name, _ in report.skipped}, {name for name in finite if not name.startswith("good-")}
 
 
-@pytest.mark.soak("hostile files in encode cost themselves alone", tries=56, short=0)
+@pytest.mark.soak("hostile files in encode cost themselves alone", attempts=56, short=0)
 def test_a_hostile_file_costs_itself_alone(attempt: int, encoded) -> None:
     files, left_out, passed = encoded
     assert len(files) == 56

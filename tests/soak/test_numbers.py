@@ -99,7 +99,7 @@ def kept(trainer: L.Trainer, module: Any, network: str) -> dict[str, Tensor]:
     return tensors | {f"average {name}": value.clone() for ema in averages for name, value in ema.average.items()}
 
 
-@pytest.mark.soak("NaN and infinity in loss, gradients, data and networks", tries=len(PLACES), short=2)
+@pytest.mark.soak("NaN and infinity in loss, gradients, data and networks", attempts=len(PLACES), short=2)
 def test_numbers_that_are_not_finite(training: TinyTraining, request, attempt: int):  # noqa: F811
     what, value, always = PLACES[attempt % len(PLACES)]
     train = request.getfixturevalue("distill") if what in NETWORKS else training
@@ -129,7 +129,7 @@ SPOILT = (
 )
 
 
-@pytest.mark.soak("replay of a dropped step", tries=20, short=1)
+@pytest.mark.soak("replay of a dropped step", attempts=20, short=1)
 def test_replay_of_a_dropped_step(training: TinyTraining, attempt: int):  # noqa: F811
     (what, value, first), draw = SPOILT[attempt % len(SPOILT)], random.Random(attempt)
     step, accumulate = draw.randrange(8), draw.choice((1, 2))
@@ -142,7 +142,7 @@ def test_replay_of_a_dropped_step(training: TinyTraining, attempt: int):  # noqa
     assert first in str(result.first)
 
 
-@pytest.mark.soak("replay of a dropped step of two ranks", tries=10, short=0)
+@pytest.mark.soak("replay of a dropped step of two ranks", attempts=10, short=0)
 def test_replay_of_a_dropped_step_of_two_ranks(training: TinyTraining, attempt: int):  # noqa: F811
     """One process replays both, and names the sample of the one that had the value."""
     draw, value = random.Random(attempt), (NAN, INF)[attempt // 2 % 2]
@@ -162,7 +162,7 @@ def test_replay_of_a_dropped_step_of_two_ranks(training: TinyTraining, attempt: 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-@pytest.mark.soak("NaN and infinity in a gradient on several GPUs", tries=4, short=1)
+@pytest.mark.soak("NaN and infinity in a gradient on several GPUs", attempts=4, short=1)
 @pytest.mark.timeout(60)
 def test_a_gradient_that_is_not_finite_on_gpus(training: TinyTraining, attempt: int):  # noqa: F811
     """In one element on one rank: no rank takes the step, and training goes on."""

@@ -117,14 +117,14 @@ def kill_and_finish(runs: TinyTraining, settings: tuple[str, ...], attempt: int,
     finish(runs, (*settings, *now, *["ckpt_path=last"] * bool(there)), folder)
 
 
-@pytest.mark.soak("kill -9 of a pretraining, resumed bit for bit", tries=20, short=0)
+@pytest.mark.soak("kill -9 of a pretraining, resumed bit for bit", attempts=20, short=0)
 def test_kills_of_a_pretraining(training: TinyTraining, straight: Any, attempt: int):  # noqa: F811
     settings = (*COMMON, *KINDS[attempt // 2 % len(KINDS)])
     kill_and_finish(training, settings, attempt)
     assert record_of(training) == straight(settings)
 
 
-@pytest.mark.soak("kill -9 of a finetune from dense weights", tries=6, short=0)
+@pytest.mark.soak("kill -9 of a finetune from dense weights", attempts=6, short=0)
 def test_kills_of_a_finetune(training, straight, teacher_dir, attempt: int):  # noqa: F811
     kinds = ((), ("task.objective.velocity=0.5",), (FSDP,))
     settings = (
@@ -140,7 +140,7 @@ def test_kills_of_a_finetune(training, straight, teacher_dir, attempt: int):  # 
     assert record_of(training) == straight(settings)
 
 
-@pytest.mark.soak("kill -9 of a distillation", tries=10, short=0)
+@pytest.mark.soak("kill -9 of a distillation", attempts=10, short=0)
 def test_kills_of_a_distillation(training, straight, teacher_dir, attempt: int):  # noqa: F811
     kinds = ((), (ACCUMULATED,), (FSDP,), ANNEALED, ("data.num_workers=1",))
     settings = (*DISTILL, f"init_from={teacher_dir}", *COMMON, "name=pretrain", *kinds[attempt // 2 % 5])
@@ -148,7 +148,7 @@ def test_kills_of_a_distillation(training, straight, teacher_dir, attempt: int):
     assert record_of(training) == straight(settings)
 
 
-@pytest.mark.soak("annealed top-k across a resume", tries=10, short=0)
+@pytest.mark.soak("annealed top-k across a resume", attempts=10, short=0)
 def test_annealed_topk_across_a_resume(training, straight, attempt: int):  # noqa: F811
     settings = (*COMMON, *ANNEALED)
     kill_and_finish(training, settings, attempt)
@@ -158,7 +158,7 @@ def test_annealed_topk_across_a_resume(training, straight, attempt: int):  # noq
     assert record_of(training) == straight(settings)
 
 
-@pytest.mark.soak("other number of workers on a resume", tries=10, short=0)
+@pytest.mark.soak("other number of workers on a resume", attempts=10, short=0)
 def test_other_workers_on_a_resume(training, straight, attempt: int):  # noqa: F811
     before, after = attempt % 3, (attempt + 1 + attempt // 3 % 2) % 3
     kill_and_finish(training, (*COMMON, f"data.num_workers={before}"), attempt, now=[f"data.num_workers={after}"])
@@ -182,7 +182,7 @@ def forty(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_shards(tmp_path_factory.mktemp("shards") / "forty", count=40, per_shard=10)
 
 
-@pytest.mark.soak("order of samples across a resume", tries=24, short=6)
+@pytest.mark.soak("order of samples across a resume", attempts=24, short=6)
 def test_order_of_samples_across_a_resume(forty: Path, attempt: int):
     """The same further samples and noise seeds, for any number of workers, from any step of two epochs and more."""
 
@@ -207,7 +207,7 @@ def on_shards(root: Path) -> tuple[str, ...]:
     return ("~data", "~data.toy.size", "~data.toy.count", "data=folder", f"data.root={root}")
 
 
-@pytest.mark.soak("1 to 30 samples on ranks and workers", tries=12, short=0)
+@pytest.mark.soak("1 to 30 samples on ranks and workers", attempts=12, short=0)
 @pytest.mark.timeout(120)
 def test_few_samples_on_ranks_and_workers(training: TinyTraining, tmp_path: Path, attempt: int):  # noqa: F811
     """It trains wherever the split leaves a sample to train on, and ends with one line where it leaves none."""
@@ -226,7 +226,7 @@ def test_few_samples_on_ranks_and_workers(training: TinyTraining, tmp_path: Path
         assert "val_fraction=0.1 leaves no training samples" in ranks.output()
 
 
-@pytest.mark.soak("memory and descriptors over 400 steps", tries=4, short=0)
+@pytest.mark.soak("memory and descriptors over 400 steps", attempts=4, short=0)
 def test_memory_and_descriptors(training: TinyTraining, tmp_path: Path, attempt: int, record_property):  # noqa: F811
     """They do not grow after the first quarter of a run with saves and validations."""
     workers = 2 * (attempt % 2)

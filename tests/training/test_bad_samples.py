@@ -64,7 +64,7 @@ def state_of(training, run: str = "default") -> dict:
     return training.last(run).state["bad_samples"]
 
 
-@pytest.mark.soak("runs that meet a bad sample pass it and resume bit-equal", tries=10, short=1)
+@pytest.mark.soak("runs that meet a bad sample pass it and resume bit-equal", attempts=10, short=1)
 def test_a_bad_sample_is_passed_and_a_resume_is_the_same_run(attempt, train, training, shards, caplog):
     draw = random.Random(attempt)
     # the validation set is drawn by name, and no sample of it is trained on

@@ -67,7 +67,7 @@ def test_what_is_not_finite_is_no_spike_and_spoils_nothing(rule):
     assert not rule.is_spike(1.4)
 
 
-@pytest.mark.soak("loss spikes: one batch times 40 is undone", tries=12, short=1)
+@pytest.mark.soak("loss spikes: one batch times 40 is undone", attempts=12, short=1)
 def test_one_batch_times_forty_is_undone(training, attempt):
     extra = ("trainer.accumulate_grad_batches=2", "data.num_workers=1") if attempt % 2 else ()
     # one step after the last checkpoint, or none
@@ -111,7 +111,7 @@ def test_without_the_watch_the_spike_is_taken(training):
     assert max(map(float, training.losses().values())) > 100
 
 
-@pytest.mark.soak("loss spikes: false alarms in clean runs", tries=10, short=0)
+@pytest.mark.soak("loss spikes: false alarms in clean runs", attempts=10, short=0)
 def test_no_false_alarm(training, attempt):
     training("callbacks=loss_spikes", f"seed={attempt}", "trainer.max_steps=150")
     assert training.metrics()[150]["loss_spikes/rollbacks"] == "0"
@@ -124,7 +124,7 @@ def test_the_watch_changes_nothing_in_a_run_without_spikes(training):
     assert "skipped_windows" not in training.last("watched").state
 
 
-@pytest.mark.soak("loss spikes: a kill before, in and after them, resumed", tries=16, short=1)
+@pytest.mark.soak("loss spikes: a kill before, in and after them, resumed", attempts=16, short=1)
 def test_a_run_that_was_stopped_takes_the_same_path(training, attempt):
     """Stopped before the spike, between the spike and the next checkpoint, and after it; two spikes."""
     batches = (9, *range(3, 9), *range(10, 19))[attempt % 16]
@@ -184,7 +184,7 @@ def test_signals_leave_the_path_as_it_is(training):
         assert all(torch.equal(tensors[name], value) for name, value in expected[0].items())
 
 
-@pytest.mark.soak("loss spikes on two ranks: one batch times 40 is undone", tries=5, short=0)
+@pytest.mark.soak("loss spikes on two ranks: one batch times 40 is undone", attempts=5, short=0)
 def test_two_ranks_go_back_together(training, attempt):
     common = (*WATCHED, "optim.eps=0.01", f"seed={attempt}")
 

@@ -157,7 +157,7 @@ def spoil_server(server: ShardServer, samples: dict[str, list[SampleEntry]], dra
     return {entry.id for entry in entries} if fault else set()
 
 
-@pytest.mark.soak("streams past broken servers and over a resume", tries=12, short=0)
+@pytest.mark.soak("streams past broken servers and over a resume", attempts=12, short=0)
 def test_two_ranks_are_killed_and_go_on_past_faulty_servers(attempt, train, training, shards, monkeypatch):
     """Two gloo processes with a server that fails in many ways, then one or two with another such server."""
     for name, value in (("PAUSES", (0.0, 0.0, 0.0)), ("PATIENCE", 1.0), ("_TIMEOUT", 1.0)):
