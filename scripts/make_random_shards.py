@@ -32,7 +32,7 @@ def main() -> None:
     with one_line_errors():
         if min(args.count, args.text_tokens, *args.latent) < 1:
             numbers = f"{args.count}, {list(args.latent)} and {args.text_tokens}"
-            raise ValueError(f"count, latent and text-tokens must be positive, got {numbers}")
+            raise ValueError(f"count, latent and text-tokens must be above 0, got {numbers}")
         g = torch.Generator().manual_seed(args.seed)
         codec = HaarCodec(channels=args.latent[0])
         text = HashedNgramEncoder(dim=args.text_dim, max_tokens=args.text_tokens)

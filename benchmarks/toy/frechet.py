@@ -84,5 +84,5 @@ def latent_distance(latents: Tensor, reference: Tensor) -> float:
         reference: the same shape, normalised with the same statistics.
     """
     if latents.shape != reference.shape:
-        raise ValueError(f"latents must have one shape, got {list(latents.shape)} and {list(reference.shape)}")
+        raise ValueError(f"latents must have the same shape, got {list(latents.shape)} and {list(reference.shape)}")
     return frechet_distance(latent_features(latents), latent_features(reference))

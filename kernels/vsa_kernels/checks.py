@@ -20,16 +20,16 @@ def check_tokens(name: str, x: Tensor) -> None:
 def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Check shapes, dtypes and devices of q `[B, L, H, D]`, k and v `[B, S, Hkv, D]`."""
     if k.shape != v.shape:
-        raise ValueError(f"k and v must have one shape, got {list(k.shape)} and {list(v.shape)}")
+        raise ValueError(f"k and v must have the same shape, got {list(k.shape)} and {list(v.shape)}")
     check_tokens("q", q)
     check_tokens("k", k)
     shape, kv_shape = q.shape, k.shape
     if kv_shape[0] != shape[0] or kv_shape[3] != shape[3]:
-        raise ValueError(f"q and k must agree in batch and head dim, got {list(shape)} and {list(kv_shape)}")
+        raise ValueError(f"q and k must have the same batch and head dim, got {list(shape)} and {list(kv_shape)}")
     if shape[2] % kv_shape[2]:
         raise ValueError(f"query heads must be a multiple of kv heads, got {shape[2]} and {kv_shape[2]}")
     if k.dtype != q.dtype or v.dtype != q.dtype:
-        raise ValueError(f"q, k and v must share one float dtype, got {q.dtype}, {k.dtype} and {v.dtype}")
+        raise ValueError(f"q, k and v must have the same float dtype, got {q.dtype}, {k.dtype} and {v.dtype}")
     check_device("k", k, "q", q)
     check_device("v", v, "q", q)
 

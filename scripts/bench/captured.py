@@ -110,7 +110,7 @@ def read_rankings(path: Path) -> Rankings:
     with open_tensors(path) as file:
         facts = file.metadata() or {}
         if facts.get("format") != FORMAT:
-            raise ValueError(f"--capture {path} is no file of `python -m scripts.bench capture`")
+            raise ValueError(f"--capture {path} is not a file of `python -m scripts.bench capture`")
         by_tile = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     return Rankings(source=facts["source"], grid=facts["grid"], by_tile=by_tile)
 

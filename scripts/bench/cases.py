@@ -244,7 +244,7 @@ def measure_shape(case: str, shape: Shape, setup: Setup) -> Measured:
     """Rows of one shape, with the columns of the shape."""
     say(f"{case} {shape.name}")
     if shape.group > 1 and case in NETWORK_CASES:
-        return Measured([], {case: "requires query blocks of one tile"})
+        return Measured([], {case: "needs query blocks of one tile"})
     if shape.group > 1 and case not in ("fine", "selection"):
         raise ValueError(f"shape {shape.name} has query blocks of several tiles: only fine and selection support it")
     with fast_sdpa(setup.device) if case in NETWORK_CASES else nullcontext():

@@ -56,7 +56,7 @@ def flex_lists(p: Problem) -> tuple[Tensor, Tensor]:
     shape = p.shape
     topk, rest = divmod(shape.topk * shape.block, _FLEX_BLOCK)
     if rest or shape.tokens % _FLEX_BLOCK or shape.group > 1 or p.lists != "random":
-        raise ValueError(f"requires random lists of whole blocks of {_FLEX_BLOCK} tokens on both sides")
+        raise ValueError(f"needs random lists of whole blocks of {_FLEX_BLOCK} tokens on both sides")
     num = shape.tokens // _FLEX_BLOCK
     g = torch.Generator(device=p.device).manual_seed(0)
     scores = torch.rand(shape.batch, shape.heads, num, num, generator=g, device=p.device)
@@ -99,7 +99,7 @@ def _fastvideo(p: Problem, name: str, whole: bool) -> Op:
     """`block_sparse_attn_from_indices` of `fastvideo-kernel`, or the whole `video_sparse_attn`."""
     shape, case = p.shape, p.case
     if shape.block != 64 or shape.group != 1 or shape.batch != 1:
-        raise ValueError("requires one sample and blocks of 64 tokens")
+        raise ValueError("needs one sample and blocks of 64 tokens")
     import fastvideo_kernel  # type: ignore[import-not-found]
 
     if name == "fastvideo-tk":
@@ -108,7 +108,7 @@ def _fastvideo(p: Problem, name: str, whole: bool) -> Op:
 
         assert fastvideo_kernel_ops.block_sparse_fwd is not None
         if torch.cuda.get_device_capability(p.device) != (9, 0):
-            raise ValueError("requires compute capability 9.0")
+            raise ValueError("needs compute capability 9.0")
     slots = padded_slots(p)
     q, k, v, gate, dout = (pad(x, slots, p) for x in (case.q, case.k, case.v, p.gate_coarse, case.dout))
     sizes = case.kv_blocks.sizes.contiguous()
@@ -166,7 +166,7 @@ def _equal_lists(p: Problem, *blocks: int) -> Tensor:
     """The lists int32 `[B, H, N, K]` of a problem with equal blocks of a supported size and lists of one length."""
     shape, index = p.shape, p.case.index
     if shape.block not in blocks or shape.group != 1 or p.case.kv_blocks.min_size != shape.block:
-        raise ValueError(f"requires equal blocks of {' or '.join(map(str, blocks))} tokens on both sides")
+        raise ValueError(f"needs equal blocks of {' or '.join(map(str, blocks))} tokens on both sides")
     rows = (shape.batch, shape.heads, shape.tiles, min(shape.topk, shape.tiles))
     return index.kv_indices[..., : rows[-1]].expand(rows).contiguous()
 

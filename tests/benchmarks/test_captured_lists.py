@@ -187,7 +187,7 @@ def test_peers_are_timed_on_lists_of_both_tile_sizes(saved, bench, monkeypatch, 
             ["--lists", "synthesised", "--capture", "PATH", "--shapes", "flat"],
             "tiles of 2x2x2, the shape has 1x2x2",
         ),
-        (["--lists", "captured", "--capture", "OTHER"], "is no file of `python -m scripts.bench capture`"),
+        (["--lists", "captured", "--capture", "OTHER"], "is not a file of `python -m scripts.bench capture`"),
     ],
 )
 def test_what_cannot_be_captured_lists_is_refused(bench, monkeypatch, tmp_path, argv, message) -> None:
@@ -212,7 +212,7 @@ def test_a_run_without_lists_is_refused(bench, write_tiny_run, training, tmp_pat
     out = ["--out", str(tmp_path / "x")]
     with pytest.raises(ValueError, match="lists are captured from attention=video_sparse alone"):
         bench.main(["capture", str(dense), *out])
-    with pytest.raises(ValueError, match="--timesteps lie between 0 and 1000, got 1001"):
+    with pytest.raises(ValueError, match=r"--timesteps must be in \[0, 1000\], got 1001"):
         bench.main(["capture", str(dense), *out, "--timestep", "1001"])
     training(*SIZES, "data.val_fraction=0")
     with pytest.raises(ValueError, match=r"holds out no clips: its data\.val_fraction is 0"):

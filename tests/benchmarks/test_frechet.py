@@ -155,5 +155,5 @@ def test_bad_input_is_one_line():
     assert latent_features(normal(20, 2, 1, 2, 2)).shape == (20, 5)
     with pytest.raises(ValueError, match=r"latents must be \[N, C, T, H, W\], got \[3, 4\]"):
         latent_features(normal(3, 4))
-    with pytest.raises(ValueError, match=r"must have one shape, got \[40, 2, 1, 2, 2\] and \[41, 2, 1, 2, 2\]"):
+    with pytest.raises(ValueError, match=r"must have the same shape, got \[40, 2, 1, 2, 2\] and \[41, 2, 1, 2, 2\]"):
         latent_distance(normal(40, 2, 1, 2, 2), normal(41, 2, 1, 2, 2))

@@ -88,7 +88,7 @@ def test_encodes_with_a_wan_pipeline(tmp_path: Path, capsys: pytest.CaptureFixtu
     # two words and the end
     assert tokens.shape == (3, 32)
     assert reader.null_text.shape == (1, 32)
-    with pytest.raises(ValueError, match=r"missing model folder: .*nowhere"):
+    with pytest.raises(ValueError, match=r"no such model folder: .*nowhere"):
         vsa_command("encode", str(tmp_path / "v"), str(tmp_path / "t"), "--vae", str(tmp_path / "nowhere"))
 
 

@@ -25,7 +25,7 @@ def test_settings_divide_the_ranks(strategy, ranks, replicate, shard):
 
 
 def test_copies_that_do_not_divide_the_ranks_are_refused():
-    with pytest.raises(ValueError, match=r"trainer\.strategy\.replicate=4 does not divide the 6 ranks"):
+    with pytest.raises(ValueError, match=r"trainer\.strategy\.replicate=4 must divide the 6 ranks"):
         ParallelDims.of_settings({"replicate": 4}, 6)
 
 
@@ -45,7 +45,7 @@ def test_ranks_that_share_samples_read_the_same_slots(monkeypatch, per_sample):
 
 
 def test_a_step_that_cannot_be_divided_is_refused():
-    with pytest.raises(ValueError, match=r"data\.batch_size=9 is not divisible by the 4 .*batches=2 times 2 ranks\)"):
+    with pytest.raises(ValueError, match=r"data\.batch_size=9 must be a multiple of the 4 .*batches=2 times 2 ranks\)"):
         ParallelDims(shard=2).micro_batch(9, 2)
 
 

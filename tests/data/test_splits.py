@@ -89,7 +89,7 @@ def test_prefixes(source: str, group: str) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"val_by": "field"}, r"data\.val_field belongs to data\.val_by=field"),
+        ({"val_by": "field"}, r"data\.val_field applies to data\.val_by=field"),
         ({"val_field": "director"}, "got val_by=id and val_field=director"),
         ({"val_by": "field", "val_field": "year"}, r"data\.val_field=year: sample clip-"),
         ({"val_by": "film"}, "val_by=film: expected one of"),

@@ -239,7 +239,7 @@ def test_bad_sources_and_clips_are_one_line(folder: Path, vae: WanVAE, tmp_path:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     (tmp_path / "empty").mkdir()
     cases = [
-        (lambda: WanVAE(str(tmp_path / "absent")), "missing model folder"),
+        (lambda: WanVAE(str(tmp_path / "absent")), "no such model folder"),
         (lambda: WanVAE(str(tmp_path / "empty")), "has no vae/"),
         (lambda: WanVAE(str(folder / "transformer")), "describes WanTransformer3DModel, expected AutoencoderKLWan"),
         (lambda: WanVAE(str(folder), dtype="int8"), "got 'int8'"),  # pyright: ignore

@@ -76,7 +76,7 @@ def test_pure_noise_stays_pure_noise_at_every_shift(shift: float):
 
 @pytest.mark.parametrize("shift", [0.0, -1.0, math.nan])
 def test_shift_must_be_positive(shift: float):
-    with pytest.raises(ValueError, match="flow shift must be positive, got"):
+    with pytest.raises(ValueError, match="flow shift must be above 0, got"):
         shift_sigma(torch.tensor([0.5]), shift)
 
 
@@ -167,7 +167,7 @@ def test_sigmas_are_a_function_of_seed_and_step_and_leave_the_global_generator_a
     [
         ({"distribution": "beta"}, "logit_normal or uniform, got 'beta'"),
         ({"num_slots": 0}, "num_slots must be at least 1, got 0"),
-        ({"logit_std": 0.0}, "logit_std must be positive, got 0.0"),
+        ({"logit_std": 0.0}, "logit_std must be above 0, got 0.0"),
         ({"shift": -3.0}, "got -3.0"),
     ],
 )

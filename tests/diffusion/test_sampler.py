@@ -179,7 +179,7 @@ def test_guidance_is_the_standard_form():
     ("call", "message"),
     [
         (lambda: euler_sigmas(0), "steps must be at least 1, got 0"),
-        (lambda: euler_sigmas(3, 0.0), "positive, got 0.0"),
+        (lambda: euler_sigmas(3, 0.0), "above 0, got 0.0"),
         (lambda: sample_euler(field, torch.zeros(1, 1), torch.tensor([1.0])), "at least two"),
         (lambda: sample_euler(field, torch.zeros(1, 1), torch.tensor([0.0, 1.0])), "strictly decreasing"),
         (lambda: sample_few_step(field, torch.zeros(1, 1), ()), "got \\[\\]"),

@@ -483,7 +483,7 @@ def test_following_ends_when_nothing_comes_and_ctrl_c_is_one_line(
         ([*QUICK, "--reference", "none", "--lpips", "x"], "--lpips x needs a reference, got --reference none"),
         ([*QUICK, "--max-lpips", "0.5"], "--max-lpips 0.5 needs --lpips FOLDER"),
         ([*QUICK, "--no-val-loss", "--max-val-loss", "1"], "--max-val-loss 1 is of no use with --no-val-loss"),
-        ([*QUICK, "--lpips", "missing"], "LPIPS needs one file alexnet-*.pth in missing, found 0"),
+        ([*QUICK, "--lpips", "missing"], "LPIPS needs one file alexnet-*.pth in missing, got 0"),
     ],
 )
 def test_bad_input_is_one_line_and_status_1(tiny_run_dir: Path, command_line, arguments: list[str], message: str):
@@ -499,7 +499,7 @@ def test_runs_that_cannot_be_evaluated(write_tiny_run, trained: Path, command_li
         assert err.count("\n") == 1
         return err
 
-    assert f"error: {tmp_path} is not a run folder: missing checkpoints" in error(str(tmp_path), *QUICK)
+    assert f"error: {tmp_path} is not a run folder: it has no checkpoints" in error(str(tmp_path), *QUICK)
     dense = write_tiny_run(tmp_path / "dense", attention="full")
     message = "has dense attention, so the dense reference is the run itself: set --reference RUN_FOLDER or"
     assert message in error(str(dense), *QUICK, "--no-val-loss")

@@ -208,8 +208,8 @@ def test_a_damaged_table_of_points_is_named(captures, tmp_path, command_line):  
         (["--captures", "HOLES", "--l1", "0.9"], "0 < l1 <= l2, got l1=0.9 and l2=0.5"),
         (["--captures", "HOLES", "--taus", "0.5,2"], "taus must be numbers above 0 and below 1, got 2"),
         (["--captures", "HOLES", "--thetas", "a"], "--thetas: expected float values with commas between them, got a"),
-        (["--captures", "HOLES", "--timesteps", "900"], "--timesteps is an option of --run only"),
-        (["--captures", "HOLES", "--weights", "ema"], "--weights is an option of --run only"),
+        (["--captures", "HOLES", "--timesteps", "900"], "--timesteps applies to --run only"),
+        (["--captures", "HOLES", "--weights", "ema"], "--weights applies to --run only"),
         (["--captures", "HOLES", "--kv-tokens", "3"], "one of q_tokens=8 and kv_tokens=3 must divide the other"),
     ],
 )

@@ -92,9 +92,9 @@ def test_ssim_is_its_definition():
 
 
 def test_clips_of_other_shapes_and_tiny_frames_are_refused():
-    with pytest.raises(ValueError, match=r"must have one shape, got \(2, 8, 8, 3\) and \(3, 8, 8, 3\)"):
+    with pytest.raises(ValueError, match=r"must have the same shape, got \(2, 8, 8, 3\) and \(3, 8, 8, 3\)"):
         psnr(noise(2, 8, 8, 3), noise(3, 8, 8, 3))
-    with pytest.raises(ValueError, match=r"must have one shape"):
+    with pytest.raises(ValueError, match=r"must have the same shape"):
         ssim(noise(2, 8, 8, 3), noise(2, 8, 16, 3))
     with pytest.raises(ValueError, match="at least 6x6 pixels, got 5x8"):
         ssim(noise(2, 5, 8, 3), noise(2, 5, 8, 3))
@@ -207,7 +207,7 @@ def test_the_trunk_of_lpips_is_read_by_layer_number(tmp_path: Path):
 
 
 def test_lpips_without_weights_or_package_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    with pytest.raises(ValueError, match=r"needs one file alexnet-\*\.pth in .*, found 0"):
+    with pytest.raises(ValueError, match=r"needs one file alexnet-\*\.pth in .*, got 0"):
         load_lpips(tmp_path)
     (tmp_path / "alexnet-owt-7be5be79.pth").write_bytes(b"")
     monkeypatch.setitem(sys.modules, "lpips", None)

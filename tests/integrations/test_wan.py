@@ -254,7 +254,7 @@ WINDOW = {"window_thw": (3, 3, 3)}
             "method must be video_sparse, full, .* or a factory, got 'spargel'",
         ),
         (dict(method="full", topk=2), "full attention keeps all tiles, got sparsity=None and topk=2"),
-        (dict(method="full", tile_thw=(4, 4, 4)), r"tile_thw=\(4, 4, 4\) is an option of video_sparse, not of full"),
+        (dict(method="full", tile_thw=(4, 4, 4)), r"tile_thw=\(4, 4, 4\) applies to video_sparse only, got full"),
         (dict(method="neighborhood"), r"settings of neighborhood: missing \['window_thw'\]"),
         (
             dict(method="neighborhood", settings={"window": 3}),
@@ -267,9 +267,9 @@ WINDOW = {"window_thw": (3, 3, 3)}
         ),
         (
             dict(method="neighborhood", settings=WINDOW, gates="coarse"),
-            "gates=coarse is an option of video_sparse",
+            "gates=coarse applies to video_sparse only",
         ),
-        (dict(topk=2, settings=WINDOW), r"settings=.* are for neighborhood.*, not for video_sparse"),
+        (dict(topk=2, settings=WINDOW), r"settings=.* apply to neighborhood.* only, got video_sparse"),
         (dict(topk=2, gates="fine"), "gates must be none, coarse or coarse_and_fine, got 'fine'"),
         (dict(topk=2, backend="cuda"), "backend must be one of .*, got 'cuda'"),
         (dict(topk=2, partition="ball"), "partition must be one of cube, .*, got 'ball'"),

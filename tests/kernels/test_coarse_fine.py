@@ -437,8 +437,8 @@ def test_meta_tensors_need_no_kernel(monkeypatch):
     ("change", "message"),
     [
         ({"topk": 0}, "topk must be at least 1, got 0"),
-        ({"k": torch.zeros(1, 8, 1, 16)}, "k and v must have one shape"),
-        ({"v": torch.zeros(1, 8, 2, 16, dtype=torch.float64)}, "share one float dtype"),
+        ({"k": torch.zeros(1, 8, 1, 16)}, "k and v must have the same shape"),
+        ({"v": torch.zeros(1, 8, 2, 16, dtype=torch.float64)}, "have the same float dtype"),
         ({"gate_coarse": torch.zeros(1, 8, 1, 16)}, r"gate_coarse must be torch.float32 \[1, 8, 2, 16\] like q"),
         ({"gate_fine": torch.zeros(1, 8, 2, 16).half()}, "gate_fine must be torch.float32 .* got torch.float16"),
         ({"backend": "cuda"}, "backend must be one of"),

@@ -89,7 +89,7 @@ def test_autocast_is_a_cast_of_the_inputs(op, half, backend, device):
                     assert grad.dtype == dtype
                     assert torch.equal(grad, expected_grad.to(dtype))
     if op is not average:
-        with pytest.raises(ValueError, match="share one float dtype"):
+        with pytest.raises(ValueError, match="have the same float dtype"):
             op(*leaves)
 
 

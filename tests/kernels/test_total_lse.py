@@ -225,7 +225,7 @@ def fails(outs: list[Tensor], lses: list[Tensor], said: str) -> None:
 
 def test_merged_parts_must_fit():
     out, lse = torch.zeros(1, 8, 2, 4), torch.zeros(1, 2, 8)
-    fails([], [], "at least one each, got 0 and 0$")
-    fails([out], [lse, lse], "must be as many, at least one each, got 1 and 2$")
+    fails([], [], "of at least 1, got 0 and 0$")
+    fails([out], [lse, lse], "must have the same length of at least 1, got 1 and 2$")
     fails([out], [lse.mT], r"\[1, 8, 2, 4\] with its lse \[B, H, L\], got \[1, 8, 2, 4\] with \[1, 8, 2\]$")
     fails([out, out[:, :7]], [lse, lse], r"got \[1, 7, 2, 4\] with \[1, 2, 8\]$")

@@ -285,7 +285,7 @@ def test_bad_input_is_one_line(
         (sparse, prompts, size, "is sparse, but a teacher must be dense"),
         (unshifted, prompts, size, r"scheduler_config\.json has no flow shift: set --shift"),
         (bare, prompts, size, "has no scheduler/"),
-        (tmp_path / "nowhere", prompts, [], "missing model folder: .*nowhere"),
+        (tmp_path / "nowhere", prompts, [], "no such model folder: .*nowhere"),
         (tmp_path, prompts, [], "has no vae/"),
         (
             Path("Wan-AI/Missing"),

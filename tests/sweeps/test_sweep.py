@@ -419,7 +419,7 @@ def test_the_stages_of_the_quickstart_at_equal_flops(tmp_path):
     out, _ = second.communicate(timeout=120)
     assert second.returncode == 130
     last = out.splitlines()[-1]
-    assert re.match(r"SIGINT: stopped with \d of 8 runs to go, the same command goes on: python train.py -m ", last)
+    assert re.match(r"SIGINT: stopped with \d of 8 runs to go, the same command continues: python train.py -m ", last)
     assert "stopped" in {point["status"] for point in record(folder).values()}
     third = subprocess.run(command, capture_output=True, text=True, **options)
     assert third.returncode == 0, third.stderr

@@ -113,7 +113,7 @@ def test_a_collapsed_generator_stops_the_run_and_the_count_is_resumed(distill, t
             ("attention@task.fake_score_attention=sparge",),
             r"^task.fake_score_attention=sparge is training-free: .* set task.fake_score_attention.allow_training=true",
         ),
-        (("data.batch_size=6", "trainer.accumulate_grad_batches=4"), "data.batch_size=6 is not divisible by the 4"),
+        (("data.batch_size=6", "trainer.accumulate_grad_batches=4"), "data.batch_size=6 must be a multiple of the 4"),
         (("flop_budget=1e12",), "flop_budget"),
         (("callbacks.samples.prompts=[a]",), "callbacks.samples.flow_shift=null"),
     ],

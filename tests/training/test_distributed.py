@@ -393,7 +393,7 @@ def test_an_error_of_all_ranks_is_reported_once(training, tiny_overrides, tmp_pa
         status, err = result.returncode, result.stderr
     assert status == 1
     assert err.count("error: ") == 1
-    assert "error: data.batch_size=3 is not divisible by the 2 micro-batches" in err
+    assert "error: data.batch_size=3 must be a multiple of the 2 micro-batches" in err
     # torchrun adds one of its own
     assert "vsa/training" not in err
     assert launcher == "torchrun" or "Traceback" not in err
@@ -488,4 +488,4 @@ def test_copies_must_divide_the_ranks(training):
             training("trainer=fsdp", "trainer.accelerator=cpu", "trainer.strategy.replicate=3")
         return str(failure.value)
 
-    assert run_ranks(2, on_rank) == ["trainer.strategy.replicate=3 does not divide the 2 ranks"] * 2
+    assert run_ranks(2, on_rank) == ["trainer.strategy.replicate=3 must divide the 2 ranks"] * 2

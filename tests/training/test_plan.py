@@ -30,7 +30,7 @@ PLAN = ("plan", "model=dit_60m", "model.text_dim=64", "trainer.devices=1", "--gr
         ),
         (("--gpu", "GT 710", "--memory", "1.5"), 1, "error: it needs"),
         (("trainer.devices=auto",), 1, "trainer.devices=auto: a plan needs a number of GPUs, as in trainer.devices=8"),
-        (("trainer.devices=3",), 1, "data.batch_size=8 is not divisible by the 3 micro-batches of a step"),
+        (("trainer.devices=3",), 1, "data.batch_size=8 must be a multiple of the 3 micro-batches of a step"),
         (
             ("data.batch_size=24", "trainer.accumulate_grad_batches=12"),
             0,

@@ -47,7 +47,7 @@ def refuse_options(command: Callable[..., None], options: Mapping[str, Any], pan
     for name, hint in get_type_hints(command, include_extras=True).items():
         option_info: Any = getattr(hint, "__metadata__", (None,))[0]
         if options.get(name) is not None and option_info.rich_help_panel == panel:
-            raise ValueError(f"--{name.replace('_', '-')} is an option of {owner} only")
+            raise ValueError(f"--{name.replace('_', '-')} applies to {owner} only")
 
 
 _ROWS: Mapping[str, tuple[type[int] | type[float], ...]] = {

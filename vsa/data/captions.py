@@ -121,7 +121,7 @@ def _entries(caption_file: Path) -> Iterator[tuple[str, Any]]:
             for i, entry in enumerate(csv.DictReader([f"{line}\n" for line in lines], delimiter=separator)):
                 yield f"row {i + 1}", {name and name.strip().lower(): value for name, value in entry.items()}
         except csv.Error as error:
-            raise ValueError(f"caption file {caption_file} is no table: {error}") from None
+            raise ValueError(f"caption file {caption_file} is not a table: {error}") from None
     elif suffix in (".jsonl", ".txt"):
         yield from ((f"line {i + 1}", line) for i, line in enumerate(lines) if line.strip())
     else:

@@ -32,7 +32,7 @@ class ParallelDims:
         replicate = 1 if isinstance(strategy, str) else strategy.get("replicate", 1)
         copies = ranks if replicate == "all" else int(replicate)
         if ranks % copies:
-            raise ValueError(f"trainer.strategy.replicate={copies} does not divide the {ranks} ranks")
+            raise ValueError(f"trainer.strategy.replicate={copies} must divide the {ranks} ranks")
         return cls(replicate=copies, shard=ranks // copies)
 
     @property
@@ -62,7 +62,7 @@ class ParallelDims:
         parts = micro_batches * self.data_size
         if batch_size % parts:
             raise ValueError(
-                f"data.batch_size={batch_size} is not divisible by the {parts} micro-batches of a step "
+                f"data.batch_size={batch_size} must be a multiple of the {parts} micro-batches of a step "
                 f"(trainer.accumulate_grad_batches={micro_batches} times {self.data_size} ranks)"
             )
         return batch_size // parts

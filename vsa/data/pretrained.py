@@ -29,7 +29,7 @@ def component_folder(source: str | Path, name: str) -> Path:
     folder = Path(source)
     if not folder.is_dir():
         if not _HUB_ID.fullmatch(str(source)):
-            raise ValueError(f"missing model folder: {source}")
+            raise ValueError(f"no such model folder: {source}")
         from huggingface_hub import snapshot_download
 
         try:

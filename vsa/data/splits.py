@@ -24,7 +24,7 @@ def split_group(by: SplitBy, field: str | None) -> Callable[[SampleEntry], str]:
         field: name of the field in the caption file.
     """
     if (by == "field") != (field is not None):
-        raise ValueError(f"data.val_field belongs to data.val_by=field, got val_by={by} and val_field={field}")
+        raise ValueError(f"data.val_field applies to data.val_by=field only, got val_by={by} and val_field={field}")
 
     def group(sample: SampleEntry) -> str:
         if by == "id":

@@ -80,7 +80,7 @@ def shift_sigma(sigma: Tensor, shift: float) -> Tensor:
         shift: > 0.
     """
     if not shift > 0:
-        raise ValueError(f"flow shift must be positive, got {shift}")
+        raise ValueError(f"flow shift must be above 0, got {shift}")
     shifted = shift * sigma / (1 + (shift - 1) * sigma)
     # rounding would move pure noise away from 1 by an ulp at some shifts, such as 0.3
     return torch.where(sigma == 1, sigma, shifted)
@@ -104,10 +104,10 @@ class FlowShift:
 
     def __post_init__(self) -> None:
         if (self.kind == "table") != bool(self.table):
-            raise ValueError(f"table belongs to kind table, got kind={self.kind}, table={self.table}")
+            raise ValueError(f"table applies to kind table only, got kind={self.kind}, table={self.table}")
         for tokens, shift in (self.table or {}).items():
             if int(tokens) < 1:
-                raise ValueError(f"table must map token counts to positive shifts, got {tokens}: {shift}")
+                raise ValueError(f"table must map token counts to shifts above 0, got {tokens}: {shift}")
 
     def __call__(self, num_tokens: int) -> float:
         """Shift of a segment of `num_tokens` tokens."""
@@ -165,7 +165,7 @@ def sample_sigmas(
         sigma = u
     elif distribution == "logit_normal":
         if not logit_std > 0:
-            raise ValueError(f"logit_std must be positive, got {logit_std}")
+            raise ValueError(f"logit_std must be above 0, got {logit_std}")
         sigma = torch.sigmoid(logit_mean + logit_std * torch.special.ndtri(u))
     else:
         raise ValueError(f"timestep distribution must be logit_normal or uniform, got {distribution!r}")
@@ -241,7 +241,7 @@ def sample_mse(pred: Tensor, target: Tensor) -> Tensor:
         `[B]`.
     """
     if pred.shape != target.shape:
-        raise ValueError(f"pred and target must have one shape, got {tuple(pred.shape)} and {tuple(target.shape)}")
+        raise ValueError(f"pred and target must have the same shape, got {tuple(pred.shape)} and {tuple(target.shape)}")
     dtype = torch.float64 if pred.dtype == torch.float64 else torch.float32
     return (pred.to(dtype) - target.to(dtype)).square().flatten(1).mean(1)
 

@@ -97,7 +97,7 @@ def rollout(
     """
     steps = step_list(timesteps)
     if not 0 <= index < len(steps):
-        raise ValueError(f"index must lie in 0..{len(steps) - 1}, got {index}")
+        raise ValueError(f"index must be in 0..{len(steps) - 1}, got {index}")
     # the state is fp32, as in the sampler, and so is the noise
     latents = latents if latents.dtype == torch.float64 else latents.float()
     if source == "data_latent":

@@ -92,7 +92,7 @@ def evaluate_run(
     folder, out = run_dir / "checkpoints", out or own_folder(run_dir / "evaluation")
     refuse_unwritable(out)
     if not folder.is_dir() and not (follow and (run_dir / "config.yaml").is_file()):
-        raise ValueError(f"{run_dir} is not a run folder: missing checkpoints")
+        raise ValueError(f"{run_dir} is not a run folder: it has no checkpoints")
     if request.lpips is not None and request.reference == "none":
         raise ValueError(f"--lpips {request.lpips} needs a reference, got --reference none")
     distance = None if request.lpips is None else load_lpips(request.lpips)

@@ -87,7 +87,7 @@ class TuneSettings:
             raise ValueError("--clips needs a model: set --run")
         for name in ("timesteps", "weights", "pipeline"):
             if self.run is None and getattr(self, name) is not None:
-                raise ValueError(f"--{name} is an option of --run only")
+                raise ValueError(f"--{name} applies to --run only")
 
 
 class Source(NamedTuple):

@@ -136,7 +136,7 @@ def load_lpips(folder: str | Path) -> Callable[[Tensor, Tensor], float]:
     """
     weight_files = sorted(Path(folder).glob("alexnet-*.pth"))
     if len(weight_files) != 1:
-        raise ValueError(f"LPIPS needs one file alexnet-*.pth in {folder}, found {len(weight_files)}")
+        raise ValueError(f"LPIPS needs one file alexnet-*.pth in {folder}, got {len(weight_files)}")
     try:
         import lpips
     # a torchvision built for another torch ends in RuntimeError
@@ -176,4 +176,4 @@ def _channels_first(frames: Tensor) -> Tensor:
 
 def _check_pair(video: Tensor, reference: Tensor) -> None:
     if video.shape != reference.shape:
-        raise ValueError(f"clips must have one shape, got {tuple(video.shape)} and {tuple(reference.shape)}")
+        raise ValueError(f"clips must have the same shape, got {tuple(video.shape)} and {tuple(reference.shape)}")

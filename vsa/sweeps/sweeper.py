@@ -86,7 +86,7 @@ class PointSweeper(Sweeper):
             with locked(folder), SweepDisplay(folder) as watch:
                 sweep_run.train(points, where, watch)
         except Interrupted as stop:
-            print(f"{stop}, the same command goes on: {sweep_run.command}")
+            print(f"{stop}, the same command continues: {sweep_run.command}")
             raise SystemExit(128 + stop.number) from None
         sweep_run.end()
 
@@ -96,7 +96,7 @@ class PointSweeper(Sweeper):
         for override in OverridesParser.create(config_loader=self._loader).parse_overrides(list(arguments)):
             key, text = override.get_key_element().lstrip("+"), str(override.input_line)
             if key in NAMED_BY_SWEEP:
-                raise ValueError(f"{text}: the runs of a sweep are named after its points, and go on by themselves")
+                raise ValueError(f"{text}: the runs of a sweep are named after its points, and continue by themselves")
             if override.is_sweep_override():
                 if not override.is_discrete_sweep():
                     raise HydraException(f"{text}: a search needs hydra/sweeper=optuna, which takes no sweep=NAME")
@@ -167,7 +167,7 @@ class QueueLauncher(Launcher):
             with locked(folder), SweepDisplay(folder) as watch:
                 search.train(points, slots_of(sweep, config.trainer), watch)
         except Interrupted as stop:
-            print(f"{stop}, the same command goes on: {search.command}")
+            print(f"{stop}, the same command continues: {search.command}")
             raise SystemExit(128 + stop.number) from None
         return [search.returned(point) for point in points]
 

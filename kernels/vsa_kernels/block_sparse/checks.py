@@ -104,7 +104,7 @@ def check_mask_values(mask: BlockMask, num_q: int, num_kv: int) -> None:
         least, most = (int(x) for x in counts.aminmax())
         for name, value, low, high in (("max", index.max_blocks, most, capacity), ("min", index.min_blocks, 0, least)):
             if value is not None and not low <= value <= high:
-                raise ValueError(f"{name}_blocks must be in {low} .. {high} as kv_num_blocks is, got {value}")
+                raise ValueError(f"{name}_blocks must be in {low}..{high} as kv_num_blocks is, got {value}")
     slot = torch.arange(capacity, device=counts.device)
     in_list = slot < counts[..., None]
     _check_range("kv_indices", index.kv_indices[in_list], num - 1)
@@ -123,4 +123,4 @@ def check_mask_values(mask: BlockMask, num_q: int, num_kv: int) -> None:
 
 def _check_range(name: str, values: Tensor, most: int) -> None:
     if values.numel() and (int(values.min()) < 0 or int(values.max()) > most):
-        raise ValueError(f"{name} must be in 0 .. {most}, got {int(values.min())} .. {int(values.max())}")
+        raise ValueError(f"{name} must be in 0..{most}, got {int(values.min())}..{int(values.max())}")

@@ -25,7 +25,7 @@ def merge_attn(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, 
     Source: Milakov and Gimelshein, "Online normalizer calculation for softmax", section 3.1.
     """
     if not outs or len(outs) != len(lses):
-        raise ValueError(f"outs and lses must be as many, at least one each, got {len(outs)} and {len(lses)}")
+        raise ValueError(f"outs and lses must have the same length of at least 1, got {len(outs)} and {len(lses)}")
     for out, lse in zip(outs, lses, strict=True):
         B, L, H, _ = out.shape
         if out.shape != outs[0].shape or lse.shape != (B, H, L):

@@ -345,5 +345,5 @@ def test_readings_of_older_files_have_the_values_that_are_left(tmp_path, scaled,
     if left:
         assert read_tuned(str(tmp_path / "t.json")) == file
         return
-    with pytest.raises(ValueError, match=r"t\.json: scaled=False of SpargeAttn is gone: only scaled=True is left"):
+    with pytest.raises(ValueError, match=r"t\.json: scaled=False of SpargeAttn is not supported, only True"):
         read_tuned(str(tmp_path / "t.json"))

@@ -71,7 +71,7 @@ def test_dense_attention_is_always_first_and_nothing_twice():
         ("video_sparse topk=1.5", "topk=1.5: expected a whole number"),
         ("video_sparse sparsity=1", "sparsity=1: expected a share from 0 to below 1"),
         ("video_sparse sparsity=nan", "sparsity=nan: expected a share"),
-        ("full topk=3", "full selects no tiles, so topk has no meaning"),
+        ("full topk=3", "full selects no tiles, so topk does not apply"),
         ("staged topk=2 stages=x", "attention.stages=x: expected"),
         ("video_sparse topk=2 tile=3", "attention.tile=3: unknown setting, did you mean"),
         ("video_sparse topk=2 tile_thw=[0,1,1]", r"tile_thw=\[0,1,1\]: expected"),

@@ -96,7 +96,7 @@ def test_what_an_export_cannot_be_inspected_with(export: Path, pipeline: Path, c
     dense, wan = export_pretrained(make(FullAttention), tmp_path / "dense", sparse=None), str(pipeline)
     for message, checkpoint, sample, options in (
         (r"name it with --pipeline .*`vsa convert --like", export, clip, {"caption": ""}),
-        ("--weights ema is for runs", export, clip, {"weights": "ema", "pipeline": wan}),
+        ("--weights ema applies to runs only", export, clip, {"weights": "ema", "pipeline": wan}),
         (r"sample id \(run .*sparse has no data", export, "some-id", {"pipeline": wan}),
         ("dense is a dense model: it selects no tiles", dense, clip, {"pipeline": wan}),
     ):

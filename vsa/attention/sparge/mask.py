@@ -49,7 +49,7 @@ def without_readings(settings: Mapping[str, Any]) -> dict[str, Any]:
     """
     for name, value in READINGS.items():
         if settings.get(name, value) != value:
-            raise ValueError(f"{name}={settings[name]} of SpargeAttn is gone: only {name}={value} is left")
+            raise ValueError(f"{name}={settings[name]} of SpargeAttn is not supported, only {value}")
     return {name: value for name, value in settings.items() if name not in READINGS}
 
 

@@ -88,7 +88,7 @@ def parse_method(text: str, *, tile_thw: Grid = (4, 4, 4)) -> Method:
     if layer.selects and len(budget) != 1:
         raise ValueError(f"method {text!r}: it selects tiles, expected either topk=K or sparsity=SHARE")
     if budget and not layer.selects:
-        raise ValueError(f"method {text!r}: {name} selects no tiles, so {next(iter(budget))} has no meaning")
+        raise ValueError(f"method {text!r}: {name} selects no tiles, so {next(iter(budget))} does not apply")
     label, family = " ".join([name, *words]), " ".join([name, *settings])
     return Method(label=label, family=family, config=config, predicts=layer.predicts, **budget)
 

@@ -95,9 +95,9 @@ class CompareSettings:
         if model is None and (self.clips is not None or self.prompts):
             raise ValueError("--clips and --prompt need a model: set --run or --pipeline")
         if alone is not None and self.weights is not None:
-            raise ValueError(f"--weights {self.weights} is for runs, got --pipeline {alone}")
+            raise ValueError(f"--weights {self.weights} applies to runs only, got --pipeline {alone}")
         if self.denoising and not self.prompts:
             option = next(iter(self.denoising)).replace("_", "-")
-            raise ValueError(f"--{option} applies to denoising runs only: set --prompt")
+            raise ValueError(f"--{option} applies to denoising only: set --prompt")
         if self.save is not None and self.save.exists():
-            raise ValueError(f"--save {self.save} exists already: choose another file")
+            raise ValueError(f"--save {self.save} already exists: choose another file")

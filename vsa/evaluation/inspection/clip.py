@@ -66,7 +66,7 @@ def open_inspected(
     """
     if is_run(checkpoint):
         if pipeline is not None:
-            raise ValueError(f"--pipeline {pipeline} is for exports, {checkpoint} is a run with a codec of its own")
+            raise ValueError(f"--pipeline {pipeline} applies to exports only, got the run {checkpoint}")
         run = load_run(checkpoint, weights=weights, device=device)
     else:
         run = _open_export(checkpoint, pipeline or checkpoint, weights, device, dense_latents)
@@ -83,7 +83,7 @@ def _open_export(
     checkpoint: str, pipeline: str, weights: Group | None, device: str, dense_latents: Grid | None
 ) -> LoadedRun:
     if weights is not None:
-        raise ValueError(f"--weights {weights} is for runs, and {checkpoint} is none")
+        raise ValueError(f"--weights {weights} applies to runs only, got the export {checkpoint}")
     model, source = open_network(checkpoint, device=device)
     sparse = source.sparse
     if sparse is None and dense_latents is None:
@@ -159,7 +159,7 @@ def check_numbers(name: str, numbers: Sequence[int], count: int, source: str) ->
 def check_timesteps(timesteps: Sequence[float]) -> None:
     """Raise ValueError for timesteps outside of [0, 1000]."""
     if bad := [t for t in timesteps if not 0 <= t <= 1000]:
-        raise ValueError(f"--timesteps lie between 0 and 1000, got {', '.join(f'{t:g}' for t in bad)}")
+        raise ValueError(f"--timesteps must be in [0, 1000], got {', '.join(f'{t:g}' for t in bad)}")
 
 
 def read_clip(

@@ -202,9 +202,9 @@ def apply(
     tile_options = {name: value for name, value in tiled.items() if value is not None}
     if tile_options and method != "video_sparse":
         name, value = next(iter(tile_options.items()))
-        raise ValueError(f"{name}={value} is an option of video_sparse, not of {method}")
+        raise ValueError(f"{name}={value} applies to video_sparse only, got {method}")
     if settings and (callable(method) or method not in WITHOUT_PARAMETERS):
-        raise ValueError(f"settings={dict(settings)} are for {', '.join(WITHOUT_PARAMETERS)}, not for {method}")
+        raise ValueError(f"settings={dict(settings)} apply to {', '.join(WITHOUT_PARAMETERS)} only, got {method}")
     factory = method if callable(method) else _named_factory(method, tile_options, dict(settings or {}), backend)
     if method == "full" and (sparsity is not None or topk is not None):
         raise ValueError(f"full attention keeps all tiles, got sparsity={sparsity} and topk={topk}")

@@ -196,7 +196,7 @@ def token_grid(pipe: Any, size: tuple[int, int], frames: int) -> Grid:
     t, h, w = _token_pixels(pipe)
     for value, cell in zip(size, (h, w), strict=True):
         if value % cell:
-            raise ValueError(f"height and width must be multiples of {cell}, got {size[0]} x {size[1]}")
+            raise ValueError(f"height and width must be multiples of {cell}, got {size[0]}x{size[1]}")
     stride = pipe.vae_scale_factor_temporal
     if frames % stride != 1:
         raise ValueError(f"frames must be 1 + a multiple of {stride}, got {frames}")
@@ -303,7 +303,7 @@ def _noise(pipe: Any, seeds: Sequence[int], size: tuple[int, int], frames: int) 
 
 def _refuse_for_list(name: str, value: float | None, step_list: Sequence[float]) -> None:
     if value is not None:
-        raise ValueError(f"{name} {value} has no meaning: the transformer is distilled to the steps {list(step_list)}")
+        raise ValueError(f"{name} {value} does not apply: the transformer is distilled to the steps {list(step_list)}")
 
 
 def _is_sparse(folder: Path) -> bool:
@@ -318,7 +318,7 @@ def _refuse_gates(folder: Path) -> None:
 
 def _set_shift(pipe: Any, flow_shift: float) -> None:
     if not flow_shift > 0:
-        raise ValueError(f"flow shift must be positive, got {flow_shift}")
+        raise ValueError(f"flow shift must be above 0, got {flow_shift}")
     config = pipe.scheduler.config
     name = next((name for name in ("flow_shift", "shift") if name in config), None)
     if name is None:
