@@ -97,7 +97,7 @@ app = typer.Typer(cls=LazyGroup, pretty_exceptions_enable=False)
 
 @app.callback(no_args_is_help=True)
 def vsa() -> None:
-    """Train video diffusion transformers with sparse attention, and everything around it.
+    """Train, sample and evaluate video diffusion transformers with sparse attention.
 
     \b
     vsa train experiment=quickstart

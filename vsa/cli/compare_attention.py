@@ -31,7 +31,7 @@ def compare_attention(
     device: opt.Device = None,
     seed: Annotated[int, option("seed of fields, noise and sampled queries", whole=(0, MANY))] = 0,
     clips: Annotated[str | None, option("folder of videos, a video, or the id of a sample", panel=MODEL)] = None,
-    most_clips: Annotated[int, option("most videos of a folder to use", panel=MODEL, whole=(1, MANY))] = 2,
+    most_clips: Annotated[int, option("maximum number of videos of a folder", panel=MODEL, whole=(1, MANY))] = 2,
     layers: Annotated[
         str | None, option("layers to capture (first, middle, last)", panel=MODEL, metavar="N,...")
     ] = None,
@@ -49,7 +49,7 @@ def compare_attention(
     latents: Annotated[
         opt.Grid, option("latent size of a clip, if no run defines it", panel=MODEL, whole=(1, 4096), metavar="T H W")
     ] = (21, 60, 104),
-    weights: Annotated[opt.Group | None, option("averaged or trained weights", panel=MODEL)] = None,
+    weights: Annotated[opt.Group | None, option("averaged (if any) or trained weights", panel=MODEL)] = None,
     pipeline: Annotated[
         str | None, option("WanPipeline to compare, or VAE and text encoder of an export", panel=MODEL)
     ] = None,

@@ -9,7 +9,7 @@ import typer
 
 def config(
     group: Annotated[
-        str | None, typer.Argument(help="A group (model), one of its files (task/distill), or `run` for the rest.")
+        str | None, typer.Argument(help="a group (model), one of its files (task/distill), or `run` for the rest")
     ] = None,
 ) -> None:
     """List the options of a config group; without a group, the groups and their files.

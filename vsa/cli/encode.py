@@ -38,15 +38,15 @@ def encode(
     ] = 16,
     text_dim: Annotated[int, option("token width of the n-gram encoder", panel=BY, whole=(1, 65_536))] = 64,
     max_tokens: Annotated[
-        int | None, option("most tokens of a caption (16; Wan: 512)", panel=BY, whole=(1, 65_536))
+        int | None, option("maximum number of tokens of a caption (16; Wan: 512)", panel=BY, whole=(1, 65_536))
     ] = None,
     device: Annotated[str, option("device of the encoders", panel=BY)] = "cpu",
     image_condition: Annotated[
-        bool, option("also store the image condition of image-to-video models", "--image-condition", panel=BY)
+        bool, option("store the image condition of image-to-video models too", "--image-condition", panel=BY)
     ] = False,
     dtype: Annotated[Precision, option("dtype of the stored latents", panel=OUTPUT)] = "float16",
     samples_per_shard: Annotated[
-        int, option("samples of a shard, lost at most by an interruption", panel=OUTPUT, whole=(1, MANY))
+        int, option("samples of a shard, the most that an interruption loses", panel=OUTPUT, whole=(1, MANY))
     ] = 256,
     overwrite: Annotated[bool, option("replace the data set in OUT", "--overwrite", panel=OUTPUT)] = False,
     decode_seconds: Annotated[
@@ -59,7 +59,7 @@ def encode(
     rank: Annotated[int, option("rank of this process", panel=OUTPUT, whole=(0, MANY))] = 0,
     world_size: Annotated[int, option("number of processes that share the work", panel=OUTPUT, whole=(1, MANY))] = 1,
 ) -> None:
-    """Encode a folder of captioned videos and images to shards of latents and text.
+    """Encode a folder of captioned videos and images into shards of latents and text.
 
     Captions: captions.jsonl in the folder (lines of {"video": "a.mp4", "captions": ["...", "..."]}), the file of
     --captions, or a.txt beside a.mp4. The default encoders are embedded (Haar wavelets, hashed n-grams).

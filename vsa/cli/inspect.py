@@ -16,8 +16,12 @@ LOOK, PAGE = "Measurement", "Page"
 
 def inspect(
     checkpoint: Annotated[str, typer.Argument(help="run folder (newest checkpoint), checkpoint or sparse export")],
-    clip: Annotated[str, typer.Argument(help="video file, caption in a.txt beside a.mp4; or a sample id of its data")],
-    output: Annotated[Path | None, option("folder to write to (inspect in the run, of an export beside CLIP)")] = None,
+    clip: Annotated[
+        str, typer.Argument(help="video file (a.mp4, with its caption in a.txt), or id of a sample of its data")
+    ],
+    out: Annotated[
+        Path | None, option("output folder (inspect, in the run or beside the clip)", "--out", "--output")
+    ] = None,
     caption: Annotated[str | None, option("caption of the clip (its own)")] = None,
     timesteps: Annotated[
         str | None, option("timesteps, 1000 is noise (900 to 100; distilled: its own)", panel=LOOK, metavar="T,...")
@@ -29,14 +33,14 @@ def inspect(
     sparsity: Annotated[float | None, option("share of tiles skipped", panel=LOOK, real=(0, 1))] = None,
     tokens: Annotated[int, option("query tokens for recall", panel=LOOK, whole=(1, MANY))] = 256,
     seed: Annotated[int, option("seed of the noise", panel=LOOK, whole=(0, MANY))] = 0,
-    weights: Annotated[opt.Group | None, option("averaged or trained weights of a run", panel=LOOK)] = None,
+    weights: Annotated[opt.Group | None, option("averaged (if any) or trained weights of a run", panel=LOOK)] = None,
     pipeline: Annotated[str | None, option("Wan pipeline with an export's VAE and text encoder", panel=LOOK)] = None,
     device: opt.Device = None,
     heads: Annotated[str | None, option("heads to draw (what fits)", panel=PAGE, metavar="N,...")] = None,
     queries: Annotated[str | None, option("query tiles to draw (what fits)", panel=PAGE, metavar="N,...")] = None,
     megabytes: Annotated[float, option("approximate size limit of the page, MB", panel=PAGE, real=(1, 1000))] = 12,
 ) -> None:
-    """See what a model attends to in a clip: selected tiles over its frames, recall, gates, overlap and popularity.
+    """Show what a model attends to in a clip: selected tiles over its frames, recall, gates, overlap and popularity.
 
     The clip is encoded and noised, and the model runs once per timestep. Writes inspect.html (one file, works offline),
     PNGs, inspection.json and tables by head, layer and tile.

@@ -19,7 +19,7 @@ def number(kind: type[int] | type[float], least: float, most: float) -> Callable
         except ValueError:
             value = math.nan
         if not least <= value <= most:
-            what = "a whole number" if kind is int else "a number"
+            what = "an integer" if kind is int else "a number"
             raise typer.BadParameter(f"expected {what} from {least:g} to {most:g}, got {text}")
         return value
 
@@ -61,13 +61,13 @@ Prompts = Annotated[list[str] | None, option("a caption; may be repeated", "--pr
 PromptFile = Annotated[Path | None, option("text file with one caption per line, or .jsonl", "--prompts")]
 Device = Annotated[str | None, option("cpu, cuda, cuda:1, ... (cuda if available)")]
 BatchSize = Annotated[int | None, option("clips sampled together (16; pipeline: 1)", whole=(1, 65_536))]
-Steps = Annotated[int | None, option("sampler steps (as the run samples, 50; distilled: its own)", whole=(1, 10_000))]
+Steps = Annotated[int | None, option("sampler steps (the run's, 50; distilled: its own)", whole=(1, 10_000))]
 Guidance = Annotated[
     float | None,
-    option("guidance G, uncond + G * (cond - uncond) (as the run samples, 5; distilled: 1)", real=(-100, 100)),
+    option("guidance G, uncond + G * (cond - uncond) (the run's, 5; distilled: 1)", real=(-100, 100)),
 ]
 Shift = Annotated[
-    float | None, option("flow shift (as the run samples; export, scheduler)", "--shift", real=(1e-3, 1e3))
+    float | None, option("flow shift (that of the run, the export or the scheduler)", "--shift", real=(1e-3, 1e3))
 ]
 
 DENOISING = "Changes during the denoising"
@@ -78,7 +78,10 @@ SparsityRanges = Annotated[str | None, option("sparsity by progress", panel=DENO
 StepTopk = Annotated[str | None, option("top-k from a step on", panel=DENOISING, metavar="STEP:K,...")]
 StepSparsity = Annotated[str | None, option("sparsity from a step on", panel=DENOISING, metavar="STEP:S,...")]
 Refresh = Annotated[
-    str | None, option("steps that share a selection (1), or by step", panel=DENOISING, metavar="N|STEP:N,...")
+    str | None,
+    option(
+        "number of steps that share a selection (1), or that number by step", panel=DENOISING, metavar="N|STEP:N,..."
+    ),
 ]
 SharedCache = Annotated[
     bool | None, option("share selections with the unconditional pass", "--shared-cache/--own-cache", panel=DENOISING)

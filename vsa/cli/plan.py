@@ -25,7 +25,8 @@ def plan(
 ) -> None:
     """Estimate a run's memory by part, step time by part, largest micro-batch and cost, before a GPU is rented.
 
-    Exit status 1 and a setting that would fit when the run does not. `dry_run=true` does the same in `vsa train`.
+    Exits with status 1 and names a setting that would fit if the run does not. `dry_run=true` does the same in
+    `vsa train`.
 
     \b
     vsa plan experiment=pretrain_120m --grid 16 32 32 trainer.accumulate_grad_batches=128

@@ -13,7 +13,7 @@ from vsa.cli.options import option
 def report(
     folders: Annotated[list[Path], typer.Argument(help="runs, sweeps, or folders that contain them at any depth")],
     out: Annotated[Path | None, option("output folder (the one that contains all runs)")] = None,
-    clips_mb: Annotated[float, option("most megabytes of sampled clips in the page", real=(0, 1e4))] = 20,
+    clips_mb: Annotated[float, option("maximum size of the sampled clips in the page, MB", real=(0, 1e4))] = 20,
 ) -> None:
     """Compare runs: print a table, and write a self-contained page with figures, tables and clips.
 

@@ -66,7 +66,7 @@ def sample(
     refresh: opt.Refresh = None,
     shared_cache: opt.SharedCache = None,
 ) -> None:
-    """Sample videos of prompts as mp4 and GIF files, with a JSON file of all settings.
+    """Sample videos from prompts as mp4 and GIF files, with a JSON file of all settings.
 
     From a run of this project, or through a diffusers Wan pipeline: dense, sparse, or with an exported transformer.
 

@@ -9,8 +9,8 @@ import typer
 
 def tiles(
     grid: Annotated[tuple[int, int, int], typer.Argument(help="tokens along time, height, width", metavar="T H W")],
-    volume: Annotated[int, typer.Option(help="most tokens of a tile")] = 64,
-    sparsity: Annotated[float, typer.Option(help="share of tiles that are skipped")] = 0.9,
+    volume: Annotated[int, typer.Option(help="maximum number of tokens of a tile")] = 64,
+    sparsity: Annotated[float, typer.Option(help="share of tiles skipped")] = 0.9,
     proposals: Annotated[int, typer.Option(help="number of tiles to propose")] = 8,
 ) -> None:
     """Show tiles that fill a grid of tokens, with their cost; the first column holds the settings for a run or a sweep.

@@ -33,7 +33,7 @@ def tune_sparge(
         str | None, option("lambdas of the second stage (-1 to -15)", panel=SEARCH, metavar="LAMBDA,...")
     ] = None,
     clips: Annotated[str | None, option("folder of videos, a video, or the id of a sample", panel=MODEL)] = None,
-    most_clips: Annotated[int, option("most videos of a folder to use", panel=MODEL, whole=(1, MANY))] = 1,
+    most_clips: Annotated[int, option("maximum number of videos of a folder", panel=MODEL, whole=(1, MANY))] = 1,
     timesteps: Annotated[
         str | None, option("timesteps, 1000 is noise (900,700,500,300,100)", panel=MODEL, metavar="T,...")
     ] = None,
@@ -41,7 +41,7 @@ def tune_sparge(
         tuple[int, int, int],
         option("latent size of a clip, for a dense export", panel=MODEL, whole=(1, 4096), metavar="T H W"),
     ] = (21, 60, 104),
-    weights: Annotated[opt.Group | None, option("averaged or trained weights", panel=MODEL)] = None,
+    weights: Annotated[opt.Group | None, option("averaged (if any) or trained weights", panel=MODEL)] = None,
     pipeline: Annotated[str | None, option("Wan pipeline with an export's VAE and text encoder", panel=MODEL)] = None,
     seed: Annotated[int, option("seed of the noise", panel=MODEL, whole=(0, MANY))] = 0,
 ) -> None:

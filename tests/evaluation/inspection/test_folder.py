@@ -119,7 +119,7 @@ def test_repeated_it_replaces_its_own_files_only(inspected: Path, tiny_run_dir: 
     assert json.loads((inspected / "inspection.json").read_text()) == before
     (tmp_path / "layers.csv").write_text("mine")
     with pytest.raises(ValueError, match=r"layers\.csv is not from `vsa inspect`"):
-        inspect_on_cpu(tiny_run_dir, clip, output=tmp_path)
+        inspect_on_cpu(tiny_run_dir, clip, out=tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["layers.csv"]
 
 
@@ -127,7 +127,7 @@ def test_repeated_it_replaces_its_own_files_only(inspected: Path, tiny_run_dir: 
 def test_a_secret_reaches_no_file(tiny_run_dir: Path, clip: Path, tmp_path: Path, monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", "red</b> circle")
     run_command(
-        inspect, tiny_run_dir, clip, "--output", tmp_path / "out", "--timesteps", "500", "--layers", "1",
+        inspect, tiny_run_dir, clip, "--out", tmp_path / "out", "--timesteps", "500", "--layers", "1",
         "--heads", "0", "--queries", "1", "--device", "cpu",
     )  # fmt: skip
     assert json.loads((tmp_path / "out" / "inspection.json").read_text())["caption"] == "a <b><secret>"
@@ -136,7 +136,7 @@ def test_a_secret_reaches_no_file(tiny_run_dir: Path, clip: Path, tmp_path: Path
 
 def test_what_the_page_leaves_out_is_told(tiny_run_dir: Path, clip: Path, tmp_path: Path, capsys):
     run_command(
-        inspect, tiny_run_dir, clip, "--output", tmp_path / "out", "--timesteps", "500", "--layers", "1",
+        inspect, tiny_run_dir, clip, "--out", tmp_path / "out", "--timesteps", "500", "--layers", "1",
         "--heads", "0", "--queries", "1,6", "--device", "cpu",
     )  # fmt: skip
     output = capsys.readouterr().out
@@ -181,7 +181,7 @@ def test_bad_input_is_one_line(arguments, message, tiny_run_dir: Path, clip: Pat
         Path("text.txt").write_text("a caption")
     words = [str(clip) if word == "CLIP" else word for word in arguments]
     with pytest.raises(SystemExit) as exit_info:
-        main(["inspect", str(tiny_run_dir), *words, "--output", "out", "--device", "cpu"])
+        main(["inspect", str(tiny_run_dir), *words, "--out", "out", "--device", "cpu"])
     assert exit_info.value.code == 1
     error = capsys.readouterr().err.strip().splitlines()
     assert len(error) == 1
@@ -201,7 +201,7 @@ def test_dense_attention_and_a_missing_checkpoint(write_tiny_run, clip: Path, tm
 
 @pytest.mark.usefixtures("no_pictures")
 def test_all_tiles_kept_miss_nothing(tiny_run_dir: Path, clip: Path, tmp_path: Path):
-    _, inspection, note = inspect_on_cpu(tiny_run_dir, clip, output=tmp_path / "out", timesteps=[500], topk=8)
+    _, inspection, note = inspect_on_cpu(tiny_run_dir, clip, out=tmp_path / "out", timesteps=[500], topk=8)
     assert note == left_out(inspection, num_layers=2) == ""
     for name in ("recall", "recall_random", "pair_overlap", "four_overlap"):
         torch.testing.assert_close(inspection.table(name), torch.ones(1, 2, 2))

@@ -109,7 +109,7 @@ def _budget(text: str, key: str, value: str) -> int | float:
     except ValueError:
         number = None
     if not fits(number, BUDGETS[key]):
-        expected = "a whole number of at least 1" if key == "topk" else "a share from 0 to below 1"
+        expected = "an integer of at least 1" if key == "topk" else "a share from 0 to below 1"
         raise ValueError(f"method {text!r}: {key}={shown(value)}: expected {expected}")
     assert number is not None
     return number

@@ -38,7 +38,7 @@ class InspectSettings:
     Args:
         checkpoint: see `open_inspected`.
         clip: see `open_clip`.
-        output: output folder; None: `inspect` in the folder of a run, or beside the clip for an export.
+        out: output folder; None: `inspect` in the folder of a run, or beside the clip for an export.
         caption: see `open_clip`.
         timesteps: timesteps in [0, 1000]; None: 900 to 100, or the steps of a distilled generator.
         layers: layers to measure and to draw; None: all, of which the page draws as many as fit.
@@ -56,7 +56,7 @@ class InspectSettings:
 
     checkpoint: str
     clip: str
-    output: Path | None = None
+    out: Path | None = None
     caption: str | None = None
     timesteps: Sequence[float] | None = None
     layers: Sequence[int] | None = None
@@ -81,9 +81,9 @@ def inspect_checkpoint(asked: InspectSettings) -> tuple[Path, Inspection, str]:
     Raises:
         ValueError: one line that names what cannot be inspected, or a file of others in the folder.
     """
-    folder = asked.output or _default_folder(asked.checkpoint, asked.clip)
+    folder = asked.out or _default_folder(asked.checkpoint, asked.clip)
     refuse_unwritable(folder)
-    refuse_others(folder, (RECORD, "inspect.html", *PICTURES, *TABLES), "vsa inspect", "--output")
+    refuse_others(folder, (RECORD, "inspect.html", *PICTURES, *TABLES), "vsa inspect", "--out")
     device = usable_device(asked.device)
     run = open_inspected(asked.checkpoint, pipeline=asked.pipeline, weights=asked.weights, device=device)
     clip = open_clip(run, asked.clip, asked.caption)
