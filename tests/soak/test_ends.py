@@ -173,7 +173,7 @@ LOST = tuple(itertools.product((signal.SIGKILL, signal.SIGSTOP), BUSY, (0, 1)))
 
 
 @pytest.mark.soak(
-    "a dead or frozen rank: the other ends in time and names it, the run goes on", attempts=len(LOST), short=0
+    "a dead or frozen rank: the other ends in time and names it, the run continues", attempts=len(LOST), short=0
 )
 def test_lost_ranks(training: TinyTraining, straight, attempt: int, tmp_path: Path):  # noqa: F811
     """In steps, where validations or saves are most of the time, and with workers."""
