@@ -34,7 +34,7 @@ def draw_noise(size: torch.Size, seeds: Tensor, device: torch.device | str) -> T
         device: device that the noise will go to: for a GPU it is in page-locked memory.
     """
     if seeds.shape != size[:1]:
-        raise ValueError(f"expected one seed per sample [{size[0]}], got shape {tuple(seeds.shape)}")
+        raise ValueError(f"expected one seed per sample [{size[0]}], got shape {list(seeds.shape)}")
     noise = staging(tuple(size), device)
 
     def draw(row: Tensor, seed: int) -> None:

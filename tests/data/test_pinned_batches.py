@@ -80,7 +80,7 @@ def test_noise_follows_its_samples(dataset: Path, pretended_gpu: PretendedGPU) -
             assert torch.equal(torch.cat([getattr(part, field.name) for part in parts]), value), field.name
     on_cpu = whole.to("cpu")
     assert on_cpu.noise is whole.noise
-    with pytest.raises(ValueError, match=r"expected noise of shape \(3, .*got \(4, "):
+    with pytest.raises(ValueError, match=r"expected noise of shape \[3, .*got \[4, "):
         noise_like(parts[0].latents, parts[0].seeds, whole.noise)
 
 

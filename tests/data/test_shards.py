@@ -231,7 +231,7 @@ def test_shards_of_others_stay(tmp_path: Path, make_dataset, content: bytes | No
         ("__null__", torch.zeros(1, 1, 1, 1), ["a"], "__null__"),
         ("x" * 81, torch.zeros(1, 1, 1, 1), ["a"], "1 to 80"),
         ("first", torch.zeros(1, 1, 1, 1), ["a"], "used twice"),
-        ("s", torch.zeros(2, 1, 1, 1), ["a"], r"got \(2, 1, 1, 1\)"),
+        ("s", torch.zeros(2, 1, 1, 1), ["a"], r"got \[2, 1, 1, 1\]"),
         ("s", torch.full((1, 1, 1, 1), float("nan")), ["a"], "not finite"),
         ("s", torch.full((1, 1, 1, 1), 1e6), ["a"], "not finite as float16"),
         ("s", torch.zeros(1, 1, 1, 1), [], "no caption"),
@@ -252,7 +252,7 @@ def test_bad_samples_are_refused(
 
 def test_image_conditions_must_fit(tmp_path: Path) -> None:
     cases = [
-        (torch.zeros(5, 2, 2, 3), r"cond_latents of b must be \[Cc, 2, 2, 2\], got \(5, 2, 2, 3\)"),
+        (torch.zeros(5, 2, 2, 3), r"cond_latents of b must be \[Cc, 2, 2, 2\], got \[5, 2, 2, 3\]"),
         (torch.full((5, 2, 2, 2), float("nan")), "cond_latents of b are not finite"),
         (torch.zeros(6, 2, 2, 2), "sample b has 6 channels of image condition, expected 5 as before"),
         (None, "sample b has 0 channels of image condition, expected 5 as before"),

@@ -491,18 +491,18 @@ def levels(**changed: float | str) -> Tensor:
     [
         (lambda: dm.guide_score(ONE, ONE, 3.0, "plus"), "cfg_form must be standard or additive, got 'plus'"),  # type: ignore[arg-type]
         (lambda: dm.guide_score(ONE, ONE, math.nan, "standard"), "guidance scale must be finite, got nan"),
-        (lambda: dm.guide_score(ONE, TWO, 3.0, "standard"), r"got \(2, 1\) and \(2, 2\)"),
+        (lambda: dm.guide_score(ONE, TWO, 3.0, "standard"), r"got \[2, 1\] and \[2, 2\]"),
         (lambda: dm.predicted_x0(ONE, TWO, torch.ones(2)), r"x_t and velocity .* \[2, 1\] and \[2, 2\]"),
-        (lambda: dm.predicted_x0(ONE, ONE, torch.ones(3)), r"\[2\], got shape \(3,\)"),
-        (lambda: dm.dmd_gradient(ONE, TWO, ONE), r"x0 and real_x0 .* \(2, 1\) and \(2, 2\)"),
-        (lambda: dm.dmd_gradient(ONE, ONE, TWO), r"x0 and fake_x0 .* \(2, 1\) and \(2, 2\)"),
-        (lambda: dm.dmd_loss(ONE, TWO), r"x0 and gradient .* \(2, 1\) and \(2, 2\)"),
-        (lambda: dm.critic_loss(ONE, ONE, TWO), r"x0 and noise .* \(2, 1\) and \(2, 2\)"),
-        (lambda: dm.critic_loss(TWO, ONE, ONE), r"\(2, 2\) and \(2, 1\)"),
-        (lambda: dm.velocity_matching_loss(ONE, TWO), r"\(2, 1\) and \(2, 2\)"),
-        (lambda: dm.gan_critic_loss(ONE, TWO), r"real_logits and fake_logits .* \(2, 1\) and \(2, 2\)"),
-        (lambda: dm.gan_generator_loss(torch.zeros(())), r"fake_logits must be \[B, ...\], got shape \(\)"),
-        (lambda: ro.stream_seeds(torch.zeros(1, 2), "a"), r"seeds must be \[B\], got shape \(1, 2\)"),
+        (lambda: dm.predicted_x0(ONE, ONE, torch.ones(3)), r"\[2\], got shape \[3\]"),
+        (lambda: dm.dmd_gradient(ONE, TWO, ONE), r"x0 and real_x0 .* \[2, 1\] and \[2, 2\]"),
+        (lambda: dm.dmd_gradient(ONE, ONE, TWO), r"x0 and fake_x0 .* \[2, 1\] and \[2, 2\]"),
+        (lambda: dm.dmd_loss(ONE, TWO), r"x0 and gradient .* \[2, 1\] and \[2, 2\]"),
+        (lambda: dm.critic_loss(ONE, ONE, TWO), r"x0 and noise .* \[2, 1\] and \[2, 2\]"),
+        (lambda: dm.critic_loss(TWO, ONE, ONE), r"\[2, 2\] and \[2, 1\]"),
+        (lambda: dm.velocity_matching_loss(ONE, TWO), r"\[2, 1\] and \[2, 2\]"),
+        (lambda: dm.gan_critic_loss(ONE, TWO), r"real_logits and fake_logits .* \[2, 1\] and \[2, 2\]"),
+        (lambda: dm.gan_generator_loss(torch.zeros(())), r"fake_logits must be \[B, ...\], got shape \[\]"),
+        (lambda: ro.stream_seeds(torch.zeros(1, 2), "a"), r"seeds must be \[B\], got shape \[1, 2\]"),
         (lambda: levels(min_ratio=0.5, max_ratio=0.5), "min_ratio=0.5, max_ratio=0.5"),
         (lambda: levels(min_ratio=-0.1), "min_ratio=-0.1, max_ratio=0.98"),
         (lambda: levels(max_ratio=1.1), "max_ratio=1.1"),
@@ -523,7 +523,7 @@ def levels(**changed: float | str) -> Tensor:
         (lambda: ro.rollout(field, ONE, SEEDS[:2], STEPS, -1), r"index must be in 0..2, got -1"),
         (lambda: ro.rollout(field, ONE, SEEDS[:2], (522, 757), 0), "522, 757"),
         (lambda: ro.rollout(field, ONE, SEEDS[:2], STEPS, 0, "data"), "simulate or data_latent, got 'data'"),  # type: ignore[arg-type]
-        (lambda: ro.rollout(field, ONE, SEEDS, STEPS, 0), r"\[2\], got shape \(3,\)"),
+        (lambda: ro.rollout(field, ONE, SEEDS, STEPS, 0), r"\[2\], got shape \[3\]"),
     ],
 )
 def test_bad_input_is_refused_by_name_and_value(call, message: str):

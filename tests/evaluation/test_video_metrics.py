@@ -92,7 +92,7 @@ def test_ssim_is_its_definition():
 
 
 def test_clips_of_other_shapes_and_tiny_frames_are_refused():
-    with pytest.raises(ValueError, match=r"must have the same shape, got \(2, 8, 8, 3\) and \(3, 8, 8, 3\)"):
+    with pytest.raises(ValueError, match=r"must have the same shape, got \[2, 8, 8, 3\] and \[3, 8, 8, 3\]"):
         psnr(noise(2, 8, 8, 3), noise(3, 8, 8, 3))
     with pytest.raises(ValueError, match=r"must have the same shape"):
         ssim(noise(2, 8, 8, 3), noise(2, 8, 16, 3))
@@ -198,11 +198,11 @@ def test_the_trunk_of_lpips_is_read_by_layer_number(tmp_path: Path):
     for name, parameter in trunk.named_parameters():
         assert torch.equal(parameter, source.get_parameter(name)), name
     torch.save({**weights, "features.3.bias": torch.zeros(7)}, tmp_path / "alexnet-x.pth")
-    with pytest.raises(ValueError, match=r"expected features\.3\.bias of shape \(5,\), got \(7,\)"):
+    with pytest.raises(ValueError, match=r"expected features\.3\.bias of shape \[5\], got \[7\]"):
         _load_trunk(trunk, tmp_path / "alexnet-x.pth")
     del weights["features.3.bias"]
     torch.save(weights, tmp_path / "alexnet-x.pth")
-    with pytest.raises(ValueError, match=r"expected features\.3\.bias of shape \(5,\), got None"):
+    with pytest.raises(ValueError, match=r"expected features\.3\.bias of shape \[5\], got None"):
         _load_trunk(trunk, tmp_path / "alexnet-x.pth")
 
 

@@ -274,12 +274,12 @@ class WanVAE:
 
 def _check_video(video: Tensor) -> None:
     if video.dtype != torch.uint8 or video.dim() != 4 or video.shape[-1] != 3:
-        raise ValueError(f"video must be uint8 [T, H, W, 3], got {video.dtype} {tuple(video.shape)}")
+        raise ValueError(f"video must be uint8 [T, H, W, 3], got {video.dtype} {list(video.shape)}")
 
 
 def _check_latents(latents: Tensor, channels: int) -> None:
     if latents.dim() != 4 or latents.shape[0] != channels:
-        raise ValueError(f"latents must be [{channels}, t, h, w], got {tuple(latents.shape)}")
+        raise ValueError(f"latents must be [{channels}, t, h, w], got {list(latents.shape)}")
 
 
 def _haar_matrix(n: int) -> Tensor:

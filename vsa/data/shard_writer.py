@@ -140,7 +140,7 @@ class ShardWriter:
             raise ValueError(f"sample id {sample_id!r} is used twice")
         if latents.dim() != 4 or latents.shape[0] != self._codec.channels:
             raise ValueError(
-                f"latents of {sample_id} must be [{self._codec.channels}, t, h, w], got {tuple(latents.shape)}"
+                f"latents of {sample_id} must be [{self._codec.channels}, t, h, w], got {list(latents.shape)}"
             )
         if not captions:
             raise ValueError(f"sample {sample_id} has no caption")
@@ -150,7 +150,7 @@ class ShardWriter:
             if cond_latents.shape[1:] != latents.shape[1:]:
                 raise ValueError(
                     f"cond_latents of {sample_id} must be [Cc, {', '.join(map(str, latents.shape[1:]))}], "
-                    f"got {tuple(cond_latents.shape)}"
+                    f"got {list(cond_latents.shape)}"
                 )
             tensors["cond"] = self._as_stored("cond_latents", sample_id, cond_latents)
         cond_channels = 0 if cond_latents is None else len(cond_latents)

@@ -134,7 +134,7 @@ class LatentReader:
             raise self._bad(key, span, "metadata", f"caption {caption}: expected text, got {_short(captions[caption])}")
         if embedding.dim() != 2 or embedding.shape[1] != encoder.dim or len(embedding) > encoder.max_tokens:
             says = f"at most {encoder.max_tokens} tokens of width {encoder.dim}"
-            raise self._bad(key, span, "shape", f"expected text of {says}, got shape {tuple(embedding.shape)}")
+            raise self._bad(key, span, "shape", f"expected text of {says}, got shape {list(embedding.shape)}")
         return captions[caption], self._numbers(key, span, "text", embedding)
 
     def _numbers(self, key: str, span: Span, name: str, tensor: Tensor) -> Tensor:

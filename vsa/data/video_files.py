@@ -169,7 +169,7 @@ def _frames(video: Tensor) -> np.ndarray:
     import torch
 
     if video.dtype != torch.uint8 or video.dim() != 4 or video.shape[-1] != 3 or 0 in video.shape:
-        raise ValueError(f"video must be uint8 [T, H, W, 3] and not empty, got {video.dtype} {tuple(video.shape)}")
+        raise ValueError(f"video must be uint8 [T, H, W, 3] and not empty, got {video.dtype} {list(video.shape)}")
     return video.detach().cpu().numpy()
 
 

@@ -54,7 +54,7 @@ def guide_score(cond: Tensor, uncond: Tensor, scale: float, cfg_form: CfgForm) -
         `[B, ...]` guided velocity. Since both are linear, the data predicted from it is the guided data.
     """
     if cond.shape != uncond.shape:
-        raise ValueError(f"cond and uncond must have the same shape, got {tuple(cond.shape)} and {tuple(uncond.shape)}")
+        raise ValueError(f"cond and uncond must have the same shape, got {list(cond.shape)} and {list(uncond.shape)}")
     return guide(cond, uncond, standard_scale(scale, cfg_form))
 
 
@@ -128,7 +128,7 @@ def dmd_gradient(x0: Tensor, real_x0: Tensor, fake_x0: Tensor) -> DmdGradient:
     """
     for name, value in (("real_x0", real_x0), ("fake_x0", fake_x0)):
         if value.shape != x0.shape:
-            raise ValueError(f"x0 and {name} must have the same shape, got {tuple(x0.shape)} and {tuple(value.shape)}")
+            raise ValueError(f"x0 and {name} must have the same shape, got {list(x0.shape)} and {list(value.shape)}")
     x0, real_x0, fake_x0 = x0.double(), real_x0.double(), fake_x0.double()
     raw, distance = fake_x0 - real_x0, (x0 - real_x0).abs()
     normalizer = distance.flatten(1).mean(1).clamp_min(MIN_NORMALIZER)
@@ -151,7 +151,7 @@ def dmd_loss(x0: Tensor, gradient: Tensor) -> Tensor:
         float64 `[B]`.
     """
     if x0.shape != gradient.shape:
-        raise ValueError(f"x0 and gradient must have the same shape, got {tuple(x0.shape)} and {tuple(gradient.shape)}")
+        raise ValueError(f"x0 and gradient must have the same shape, got {list(x0.shape)} and {list(gradient.shape)}")
     x0 = x0.double()
     return 0.5 * sample_mse(x0, (x0 - gradient.double()).detach())
 
@@ -171,7 +171,7 @@ def critic_loss(velocity: Tensor, x0: Tensor, noise: Tensor) -> Tensor:
         `[B]` mean squared errors, fp32 (fp64 for fp64 inputs).
     """
     if x0.shape != noise.shape:
-        raise ValueError(f"x0 and noise must have the same shape, got {tuple(x0.shape)} and {tuple(noise.shape)}")
+        raise ValueError(f"x0 and noise must have the same shape, got {list(x0.shape)} and {list(noise.shape)}")
     return sample_mse(velocity, velocity_target(x0, noise).detach())
 
 
@@ -217,7 +217,7 @@ def gan_critic_loss(real_logits: Tensor, fake_logits: Tensor) -> Tensor:
     if real_logits.shape != fake_logits.shape:
         raise ValueError(
             "real_logits and fake_logits must have the same shape, "
-            f"got {tuple(real_logits.shape)} and {tuple(fake_logits.shape)}"
+            f"got {list(real_logits.shape)} and {list(fake_logits.shape)}"
         )
     real, fake = _logits("real_logits", real_logits), _logits("fake_logits", fake_logits)
     return _logit_mean(F.softplus(-real) + F.softplus(fake))
@@ -225,7 +225,7 @@ def gan_critic_loss(real_logits: Tensor, fake_logits: Tensor) -> Tensor:
 
 def _logits(name: str, logits: Tensor) -> Tensor:
     if logits.ndim < 1:
-        raise ValueError(f"{name} must be [B, ...], got shape {tuple(logits.shape)}")
+        raise ValueError(f"{name} must be [B, ...], got shape {list(logits.shape)}")
     return logits if logits.dtype == torch.float64 else logits.float()
 
 

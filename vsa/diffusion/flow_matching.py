@@ -32,7 +32,7 @@ def per_sample(values: Tensor, like: Tensor) -> Tensor:
         like: `[B, ...]`, gives the number of dimensions and the device.
     """
     if values.shape != like.shape[:1]:
-        raise ValueError(f"expected one value per sample [{like.shape[0]}], got shape {tuple(values.shape)}")
+        raise ValueError(f"expected one value per sample [{like.shape[0]}], got shape {list(values.shape)}")
     return copy_async(values, like.device).view(-1, *[1] * (like.ndim - 1))
 
 
@@ -209,7 +209,7 @@ def noise_like(latents: Tensor, seeds: Tensor, drawn: Tensor | None = None) -> T
     if drawn is None:
         drawn = draw_noise(latents.shape, seeds, latents.device)
     elif drawn.shape != latents.shape:
-        raise ValueError(f"expected noise of shape {tuple(latents.shape)}, got {tuple(drawn.shape)}")
+        raise ValueError(f"expected noise of shape {list(latents.shape)}, got {list(drawn.shape)}")
     return copy_async(drawn, latents.device).to(latents.dtype)
 
 
@@ -241,7 +241,7 @@ def sample_mse(pred: Tensor, target: Tensor) -> Tensor:
         `[B]`.
     """
     if pred.shape != target.shape:
-        raise ValueError(f"pred and target must have the same shape, got {tuple(pred.shape)} and {tuple(target.shape)}")
+        raise ValueError(f"pred and target must have the same shape, got {list(pred.shape)} and {list(target.shape)}")
     dtype = torch.float64 if pred.dtype == torch.float64 else torch.float32
     return (pred.to(dtype) - target.to(dtype)).square().flatten(1).mean(1)
 

@@ -37,7 +37,7 @@ def stream_seeds(seeds: Tensor, stream: str) -> Tensor:
         int64 `[B]`.
     """
     if seeds.ndim != 1:
-        raise ValueError(f"seeds must be [B], got shape {tuple(seeds.shape)}")
+        raise ValueError(f"seeds must be [B], got shape {list(seeds.shape)}")
     mixed = [mixed_generator("stream", stream, seed).initial_seed() for seed in seeds.tolist()]
     return torch.tensor(mixed, dtype=torch.int64)
 

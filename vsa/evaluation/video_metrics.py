@@ -164,8 +164,8 @@ def _load_trunk(trunk: torch.nn.Module, path: Path) -> None:
         # slice3.6.weight is layer 6 of the features
         key = f"features.{name.partition('.')[2]}"
         if key not in saved or saved[key].shape != parameter.shape:
-            shape = tuple(saved[key].shape) if key in saved else None
-            raise ValueError(f"{path} is not AlexNet: expected {key} of shape {tuple(parameter.shape)}, got {shape}")
+            shape = list(saved[key].shape) if key in saved else None
+            raise ValueError(f"{path} is not AlexNet: expected {key} of shape {list(parameter.shape)}, got {shape}")
         parameter.copy_(saved[key])
 
 
@@ -176,4 +176,4 @@ def _channels_first(frames: Tensor) -> Tensor:
 
 def _check_pair(video: Tensor, reference: Tensor) -> None:
     if video.shape != reference.shape:
-        raise ValueError(f"clips must have the same shape, got {tuple(video.shape)} and {tuple(reference.shape)}")
+        raise ValueError(f"clips must have the same shape, got {list(video.shape)} and {list(reference.shape)}")

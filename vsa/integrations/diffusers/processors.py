@@ -113,7 +113,7 @@ class HunyuanVideoProcessor(Processor):
 def refuse_mask(mask: Tensor | None) -> None:
     # any other mask than the known padding would silently be ignored
     if mask is not None:
-        raise ValueError(f"self-attention of this model takes no mask, got one of shape {tuple(mask.shape)}")
+        raise ValueError(f"self-attention of this model takes no mask, got one of shape {list(mask.shape)}")
 
 
 def heads(x: Tensor, attn: Any) -> Tensor:
