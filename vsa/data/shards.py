@@ -89,9 +89,9 @@ class LatentReader:
             actual = f"{_short(header.get('codec_id'))} {_short(header.get('codec_hash'))}"
             says = f"{self.index.codec.id} {self.index.codec.hash}"
             raise self._bad(sample_id, entry.latent, "metadata", f"expected encoder {says}, got {actual}")
-        tensor, shape = tensors.get(name), (channels, *entry.latent_shape[1:])
-        if tensor is None or tuple(tensor.shape) != shape:
-            actual = None if tensor is None else tuple(tensor.shape)
+        tensor, shape = tensors.get(name), [channels, *entry.latent_shape[1:]]
+        if tensor is None or list(tensor.shape) != shape:
+            actual = None if tensor is None else list(tensor.shape)
             raise self._bad(sample_id, entry.latent, "shape", f"expected {name} of shape {shape}, got {actual}")
         return self._numbers(sample_id, entry.latent, name, tensor)
 
