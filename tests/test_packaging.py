@@ -22,7 +22,7 @@ def test_kernels_is_a_source_root_and_no_package():
     assert not (ROOT / "configs" / "__init__.py").exists()
 
 
-def test_our_two_packages_alone_are_importable_elsewhere_and_come_from_this_tree(tmp_path):
+def test_only_our_two_packages_are_installed(tmp_path):
     try:
         importlib.metadata.distribution("vsa-train")
     except importlib.metadata.PackageNotFoundError:

@@ -141,7 +141,7 @@ def test_long_texts_take_no_time(piece):
     assert time.process_time() - began < 2
 
 
-def test_values_of_the_environment_and_of_the_command_line_are_found_anywhere(monkeypatch):
+def test_secrets_of_environment_and_command_line_are_found(monkeypatch):
     monkeypatch.setenv("MY_API_KEY", CANARY)
     monkeypatch.setenv("MY_TOKEN_BUDGET", "an innocent value")
     monkeypatch.setenv("SHORT_TOKEN", "x" * (SHORTEST - 1))

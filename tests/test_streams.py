@@ -72,7 +72,7 @@ def test_streams_change_neither_files_nor_status(tmp_path, redirection):
 
 @pytest.mark.soak("closed, full and unread streams of commands")
 @pytest.mark.parametrize(("redirection", "status"), [(">&9", 141), (">&-", 0), (">/dev/full", 28)])
-def test_a_command_that_prints_its_result_says_by_its_status_that_it_was_lost(tmp_path, redirection, status):
+def test_lost_output_of_a_printing_command_sets_its_exit_status(tmp_path, redirection, status):
     actual, told = streams(tmp_path, redirection + " 2> err", "config")
     assert actual == status, told
     # its files are written all the same

@@ -172,7 +172,7 @@ def test_masks_and_outputs_by_definition(setting):
 @pytest.mark.slow
 @settings(max_examples=2000, deadline=None)
 @given(drawn())
-def test_masks_and_outputs_by_definition_thousands_of_times(setting):
+def test_masks_and_outputs_equal_definition_fuzz(setting):
     check(setting)
 
 

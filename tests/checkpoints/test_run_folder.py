@@ -277,7 +277,7 @@ def test_an_old_run_comes_back_when_the_new_one_cannot_be_opened(tmp_path, monke
 
 
 @pytest.mark.parametrize("where", ["moved", "opened", "made a checkpoint", "of something else"])
-def test_a_run_is_put_back_when_the_one_over_it_was_killed_before_its_first_step(tmp_path, where):
+def test_overwritten_run_is_restored_if_the_new_one_made_no_step(tmp_path, where):
     folder = a_run(tmp_path / "run")
     (folder / "checkpoints" / "step-00000002").mkdir(parents=True)
     before = contents(tmp_path)

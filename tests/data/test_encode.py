@@ -348,7 +348,7 @@ def test_all_bad_is_an_error_even_when_skipping(tmp_path: Path) -> None:
         encode(tmp_path / "v", tmp_path / "out", skip_bad=True)
 
 
-def test_a_folder_that_cannot_be_written_is_refused_before_a_clip_is_decoded(tmp_path, monkeypatch):
+def test_unwritable_folder_is_refused_before_decoding(tmp_path, monkeypatch):
     videos = tmp_path / "videos"
     videos.mkdir()
     (videos / "a.mp4").write_bytes(b"never read")

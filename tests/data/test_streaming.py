@@ -231,7 +231,7 @@ def test_when_every_shard_is_gone_the_stream_ends(folder):
 
 
 @pytest.mark.slow
-def test_a_batch_with_more_bad_samples_than_that_goes_on_while_good_ones_come_between(folder):
+def test_bad_samples_between_good_ones_do_not_end_a_stream(folder):
     with serve(folder) as server:
         module = module_of(urls_of(server.url), batch_size=160)
         server.status = {f"{VIDEOS}-0000{i}.tar": 404 for i in range(4)}

@@ -34,7 +34,7 @@ def field(x: Tensor, timestep: Tensor) -> Tensor:
 
 @given(scale=st.floats(-3, 20), s=st.floats(0.01, 1))
 @settings(max_examples=50, deadline=None)
-def test_both_forms_of_guidance_are_their_formulas_on_velocities_and_on_data(scale: float, s: float):
+def test_guidance_forms_equal_their_formulas(scale: float, s: float):
     cond, uncond, x_t = randn(2, 5, seed=1), randn(2, 5, seed=2), randn(2, 5, seed=3)
     sigma = torch.full((2,), s, dtype=torch.float64)
     standard = dm.guide_score(cond, uncond, scale, "standard")
@@ -297,7 +297,7 @@ def test_score_levels_follow_the_published_distribution(shift: float):
         assert abs(float(torch.corrcoef(torch.stack([other, sigma]))[0, 1])) < 0.2
 
 
-def test_rollout_index_is_uniform_reproducible_and_independent_between_updates():
+def test_rollout_index_is_uniform_reproducible_and_independent():
     n, count = 3, 3000
     draws = {
         update: torch.tensor(

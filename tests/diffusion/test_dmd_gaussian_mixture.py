@@ -212,7 +212,7 @@ def test_teacher_is_the_score_of_the_mixture():
 
 
 @pytest.mark.slow
-def test_two_step_generator_finds_modes_and_weights_and_swapped_scores_do_not():
+def test_two_step_generator_finds_modes_and_swapped_scores_do_not():
     recipe = partial(distill, scale=2.0, steps=(1000.0, 500.0), optimizer=ADAM, lr=2e-3)
     assert misses(recipe()) == []
     assert misses(recipe(updates=0))

@@ -135,7 +135,7 @@ def test_one_euler_step_of_a_true_point_mass_is_exact():
     torch.testing.assert_close(few, target, atol=1e-5, rtol=1e-5)
 
 
-def test_few_step_with_the_exact_denoiser_gives_the_posterior_mean_of_its_last_step():
+def test_few_step_with_exact_denoiser_gives_posterior_mean():
     # one step from pure noise knows nothing: it predicts the mean of the data
     noise = torch.randn(4096, 1, dtype=torch.float64)
     torch.testing.assert_close(

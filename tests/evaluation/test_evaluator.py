@@ -402,9 +402,7 @@ def test_following_takes_new_checkpoints_and_only_whole_ones(tiny: Path, tmp_pat
     assert list(follow.new_checkpoints(folder / "missing", follow=False)) == []
 
 
-def test_a_damaged_checkpoint_and_one_removed_while_being_read_are_passed_over(
-    tiny: Path, capsys, monkeypatch: pytest.MonkeyPatch
-):
+def test_damaged_and_removed_checkpoints_are_skipped(tiny: Path, capsys, monkeypatch: pytest.MonkeyPatch):
     add_checkpoint(tiny, 8)
     add_checkpoint(tiny, 9)
     ema = tiny / "checkpoints" / "step-00000007" / "ema.safetensors"

@@ -180,7 +180,7 @@ def evaluated(steps: tuple[int, ...], **metrics: Any) -> list[dict[str, Any]]:
     ]
 
 
-def test_an_evaluation_has_a_panel_for_what_was_measured_and_nothing_over_its_curves(tmp_path, drawn: list[Figure]):
+def test_evaluation_draws_only_measured_panels(tmp_path, drawn: list[Figure]):
     draw_evaluation(evaluated((100, 200)), tmp_path / "a.png", title="run")
     draw_evaluation(evaluated((100, 200), lpips=0.2), tmp_path / "b.png", title="run")
     titles = [[axes.get_title().replace("\n", " ") for axes in figure.axes if axes.lines] for figure in drawn]

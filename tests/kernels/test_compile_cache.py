@@ -51,7 +51,7 @@ def test_importing_the_package_tags_the_caches():
     ("preparation", "agree"),
     [("import vsa_kernels", True), ("torch.compiler.config.cache_key_tag = 'of this process'", False)],
 )
-def test_processes_that_compile_kernels_have_the_keys_of_the_one_that_started_them(preparation, agree):
+def test_compile_processes_have_the_cache_keys_of_their_parent(preparation, agree):
     """They store the best of several configurations, which this process looks up in the next start."""
     command = [sys.executable, "-c", KEYS.format(preparation=preparation)]
     environment = {name: value for name, value in os.environ.items() if name != VARIABLE}

@@ -87,7 +87,7 @@ def test_what_fails_is_shown_as_failed(tmp_path, workers):
     assert list(case["failures"]) == ["test_mine.py::test_fails[8]"]
 
 
-def test_a_missing_attempt_is_enough_for_red_and_the_short_form_writes_no_table(tmp_path):
+def test_missing_attempt_fails_and_short_form_writes_no_table(tmp_path):
     assert soak(tmp_path, "--attempts", "3", "-k", "good or cases")[0] == 0
     assert [case["attempts"] for case in json.loads((tmp_path / "soak.json").read_text())["results"]] == [2, 3]
     (tmp_path / "soak.json").unlink()

@@ -116,7 +116,7 @@ def test_a_signal_asks_all_and_starts_no_other(tmp_path, number):
     assert signal.getsignal(number) == before
 
 
-def test_who_does_not_end_is_killed_after_the_grace_time_or_by_a_second_signal(tmp_path):
+def test_stuck_process_is_killed_after_grace_time_or_second_signal(tmp_path):
     for numbers, grace in (([signal.SIGTERM], 0.5), ([signal.SIGINT, signal.SIGINT], ENDLESS)):
         mark, heard = (tmp_path / f"{name}-{len(numbers)}" for name in ("up", "heard"))
         deaf = job(tmp_path, f"deaf-{len(numbers)}", DEAF % (heard, mark))

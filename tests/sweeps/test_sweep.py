@@ -206,7 +206,7 @@ axes:
 """
 
 
-def test_a_sparsity_of_all_points_is_left_out_where_attention_selects_no_tiles(command_line, tmp_path, monkeypatch):
+def test_sparsity_of_a_sweep_skips_points_without_tiles(command_line, tmp_path, monkeypatch):
     calls: list[tuple[list[str], list[Point]]] = []
     run = sweeper_module.SweepRun
     monkeypatch.setattr(run, "train", lambda self, points, *_: calls.append((self._settings, points)))
@@ -347,7 +347,7 @@ class Looking:
     def changed(self, job: Any) -> None: ...
 
 
-def test_seeds_train_at_the_rate_of_the_lowest_loss_the_first_seed_of_every_point_first(tmp_path, monkeypatch):
+def test_seeds_use_the_best_learning_rate_first_seeds_first(tmp_path, monkeypatch):
     losses = {"a-lr0.05": 3.0, "a-lr0.1": 1.0, "a-lr0.2": 2.0, "b-lr0.05": 1.0, "b-lr0.1": 2.0, "b-lr0.2": math.nan}
     losses |= {f"c-lr{rate}": math.inf for rate in (0.05, 0.1, 0.2)}
     queue: list[Point] = []

@@ -141,7 +141,7 @@ def test_devices_logging_and_intervals_are_free():
 
 
 @pytest.mark.parametrize("path", sorted((CONFIGS / "experiment").glob("*.yaml")), ids=lambda path: path.stem)
-def test_every_experiment_resumes_as_itself_also_from_a_version_that_knew_less(path):
+def test_experiments_resume_from_this_and_an_earlier_version(path):
     cfg = compose_run(f"experiment={path.stem}")
     before = json.loads(json.dumps(resolved(cfg)))
     assert changed_settings(before, cfg) == []

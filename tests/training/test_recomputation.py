@@ -292,7 +292,7 @@ def test_a_checkpoint_of_auto_without_its_level_is_refused(training):
         training("trainer.max_steps=4", "ckpt_path=last")
 
 
-def test_checkpoints_that_do_not_say_their_level_have_that_of_their_settings(training, monkeypatch):
+def test_checkpoints_without_a_level_have_that_of_their_settings(training, monkeypatch):
     # with memory for another level
     for run, settings, level, memory in (("set", (explicit("full"),), "full", 80 * GIB), ("default", (), "none", 1.0)):
         training("trainer.max_steps=2", f"run={run}", *settings)

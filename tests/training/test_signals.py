@@ -96,7 +96,7 @@ class SignalInValidation(L.Callback):
             os.kill(os.getpid(), self.number)
 
 
-def test_a_signal_leaves_a_validation_and_what_is_half_validated_is_not_logged(training):
+def test_signal_aborts_validation_and_logs_nothing_of_it(training):
     settings = ("trainer.val_check_interval=2", "data.val_fraction=0.4", "trainer.max_steps=4")
     training(*SMALL, *settings, "run=straight")
     callback = SignalInValidation(signal.SIGTERM)
@@ -247,7 +247,7 @@ class Clock:
         return self.now
 
 
-def test_a_deadline_keeps_a_margin_for_the_longest_stretch_and_the_longest_save():
+def test_deadline_margin_covers_the_longest_step_and_save():
     clock = Clock()
     deadline = Deadline(1000, "x", clock=clock)
     looks = []

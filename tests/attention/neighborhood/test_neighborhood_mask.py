@@ -119,14 +119,14 @@ def check_index(setting: Setting) -> None:
 
 
 @pytest.mark.parametrize("part", range(2))
-def test_the_index_is_the_mask(part):
+def test_index_equals_mask(part):
     for seed in range(part * 50, part * 50 + 50):
         check_index(draw(seed))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(10))
-def test_the_index_is_the_mask_thousands_of_times(part):
+def test_index_equals_mask_fuzz(part):
     for seed in range(1000 + part * 500, 1500 + part * 500):
         check_index(draw(seed))
 

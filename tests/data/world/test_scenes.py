@@ -49,7 +49,7 @@ def test_a_scene_is_a_pure_function_of_seed_and_clip() -> None:
     assert world_caption(world_attributes(3, 7)) == CAPTION
 
 
-def test_every_attribute_is_drawn_about_as_often_and_colours_differ_within_a_clip() -> None:
+def test_attributes_are_uniform_and_colours_differ_within_a_clip() -> None:
     assert all(len({o.colour for o in a.objects}) == len(a.objects) in (2, 3) for a in MANY)
     objects = [o for a in MANY for o in a.objects]
     for names, values in (

@@ -58,7 +58,7 @@ def test_small_grids_have_small_blocks_and_no_row_twice():
 
 
 @pytest.mark.parametrize("grid", [(14, 30, 53), (21, 45, 80)], ids=str)
-def test_the_papers_shapes_have_published_blocks_and_windows_of_some_percent(grid):
+def test_paper_shapes_have_published_blocks_and_windows(grid):
     methods, notes = usual_on(grid)
     assert notes == []
     assert {"dynamic_hilbert", "sparge tau", "fine_grained top_p"} <= {m.family.partition("=")[0] for m in methods}
