@@ -59,6 +59,9 @@ class AttentionMethod(nn.Module):
         layer_idx: position of the layer in the model.
     """
 
+    is_dense = False
+    """Whether every token attends to its whole sample, in any order of the tokens."""
+
     selects = False
     """Whether query tiles select kv tiles by a top-k."""
 

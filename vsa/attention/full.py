@@ -21,6 +21,8 @@ __all__ = ["FullAttention", "dense_attn", "dense_attn_per_sample", "text_attn"]
 class FullAttention(AttentionMethod):
     """Dense attention in raster order; `topk` is ignored."""
 
+    is_dense = True
+
     def layout(self, segments: Sequence[Segment], device: torch.device | str | None = None) -> TileLayout:
         return TileLayout.build(segments, tile_thw=None, device=device)
 

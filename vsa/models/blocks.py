@@ -214,7 +214,7 @@ class TransformerBlock(nn.Module):
         return run(self, x, cond, ctx)
 
     def body(self, x: Tensor, cond: Conditioning, ctx: AttnContext) -> Tensor:
-        """The computation of the block, which `VideoDiT.compile_blocks` compiles."""
+        """The computation of the block, which `Network.compile_blocks` compiles."""
         level = self.activation_checkpointing if torch.is_grad_enabled() else "none"
         if level == "attention_mlp":
             # not passed: older versions of torch would compile each layer for its own context

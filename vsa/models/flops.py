@@ -1,4 +1,4 @@
-"""Floating point operations of one sample through a `VideoDiT`, counted from its layers.
+"""Floating point operations of one sample through a network, counted from its layers.
 
 L video tokens, S text tokens, C model width, N parameters.
 """
@@ -44,7 +44,7 @@ def count_flops(
     The backward pass costs 2x the forward pass of linear layers and 2.5x that of attention.
 
     Args:
-        model: a `VideoDiT`.
+        model: a `Network`.
         pairs: executed query-key pairs of one head in self-attention, per layer.
         num_tokens: L.
         text_len: S.
@@ -72,22 +72,13 @@ def linear_flops(model: Any, *, num_tokens: int, text_len: int, image_len: int =
     """Operations of the forward pass of the linear layers for one sample with one timestep.
 
     Args:
-        model: a `VideoDiT`.
+        model: a `Network`.
         num_tokens: L.
         text_len: S.
         image_len: image tokens of image-to-video models.
         part: count only layers whose name contains this text.
     """
 
-    def tokens(name: str) -> int:
-        """Tokens of a sample that pass through a layer."""
-        if name.startswith("condition_embedder.time"):
-            return 1
-        if name.startswith("condition_embedder.text_embedder.") or name.endswith(("attn2.to_k", "attn2.to_v")):
-            return text_len
-        if name.startswith("condition_embedder.image_embedder.") or name.endswith((".add_k_proj", ".add_v_proj")):
-            return image_len
-        return num_tokens
-
+    sizes = {"num_tokens": num_tokens, "text_len": text_len, "image_len": image_len}
     layers = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.Linear | nn.Conv3d)]
-    return float(sum(2 * tokens(name) * layer.weight.numel() for name, layer in layers if part in name))
+    return float(sum(2 * model.rows(name, **sizes) * layer.weight.numel() for name, layer in layers if part in name))

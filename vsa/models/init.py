@@ -15,7 +15,7 @@ Init = Literal["gpt_neox", "wan"]
 
 
 def init_parameters(model: nn.Module, *, init: Init, dim: int, num_layers: int) -> None:
-    """Initialise every parameter of a `VideoDiT` except those that its attention methods reset afterwards.
+    """Initialise every parameter of the video DiT except those that its attention methods reset afterwards.
 
     Both schemes use zero biases, unit norm weights, N(0, 0.02) for the text and time MLPs, a zero head (`proj_out`) and
     N(0, 1 / sqrt(dim)) for the modulation tables, as in diffusers. The second argument of N is a standard deviation.

@@ -8,17 +8,16 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Sequence
-from typing import Annotated, Literal, TypeVar, cast
+from typing import Annotated, Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
-from vsa_kernels.dispatch import resolve_backend
 
 from vsa.attention.base import AttentionMethod
 from vsa.attention.context import AttnContext, Recorder
 from vsa.attention.denoising import DenoisingPass
 from vsa.attention.kept_tiles import KeptTiles
-from vsa.attention.layout import Segment, TileLayout
+from vsa.attention.layout import TileLayout
 from vsa.models.blocks import Conditioning, TransformerBlock
 from vsa.models.compiled import compiled_body
 from vsa.models.compute_dtype import compute_in, rounded
@@ -31,13 +30,12 @@ from vsa.models.embeddings import (
     patchify,
     unpatchify,
 )
-from vsa.models.flops import FlopCount, count_flops
 from vsa.models.init import Init, init_parameters
+from vsa.models.network import Network, Role
 from vsa.models.recompute import Level
 from vsa.models.rope import axis_dims, rope_tables, sincos_table
 from vsa.settings import Bound, Positive, checked
 
-Role = Literal["matrix", "vector", "embedding", "gate", "head"]
 Module = TypeVar("Module", bound=nn.Module)
 # far above those of any model, far below those that are built for ever
 Size = Annotated[int, Bound(">=", 1), Bound("<=", 4096)]
@@ -46,8 +44,8 @@ Width = Annotated[int, Bound(">=", 1), Bound("<=", 1 << 20)]
 
 
 @checked
-class VideoDiT(nn.Module):
-    """Predicts the flow-matching velocity of video latents from noisy latents, timestep and text.
+class VideoDiT(Network):
+    """Diffusion transformer with the architecture of Wan2.1.
 
     With dense attention its parameter names and its output are those of diffusers' `WanTransformer3DModel`;
     a sparse method adds its own parameters under each block (`blocks.N.to_gate_compress`, `blocks.N.to_gate_fine`).
@@ -73,9 +71,6 @@ class VideoDiT(nn.Module):
             RoPE channels repeat after 6.3 tokens, so a small model cannot tell the two ends of a small grid apart.
         init: "gpt_neox" (pretraining from scratch, VSA paper) or "wan".
     """
-
-    compute_dtype: torch.dtype | None = None
-    """Dtype that parameters are rounded to in the forward pass (`compute_in`); None: that of the parameters."""
 
     def __init__(
         self,
@@ -108,7 +103,7 @@ class VideoDiT(nn.Module):
         dim = num_attention_heads * attention_head_dim
         if added_kv_proj_dim not in (None, dim):
             raise ValueError(f"added_kv_proj_dim must be the model width {dim}, got {added_kv_proj_dim}")
-        self.dim, self.num_heads, self.head_dim = dim, num_attention_heads, attention_head_dim
+        self.dim, self.num_heads, self.head_dim, self.ffn_dim = dim, num_attention_heads, attention_head_dim, ffn_dim
         self.in_channels, self.out_channels, self.text_dim = in_channels, out_channels, text_dim
         self.image_dim, self.rope_max_seq_len, self.rope_theta = image_dim, rope_max_seq_len, rope_theta
         self.absolute_positions = absolute_positions
@@ -129,8 +124,8 @@ class VideoDiT(nn.Module):
             )
             for layer_idx in range(num_layers)
         )
-        for index in range(num_layers):
-            self._block(index).method.check_model(num_layers)
+        for method in self.attention_layers:
+            method.check_model(num_layers)
         self.norm_out = LayerNormFp32(dim, eps, elementwise_affine=False)
         self.proj_out = nn.Linear(dim, out_channels * math.prod(self.patch_size))
         self.scale_shift_table = nn.Parameter(torch.empty(1, 2, dim))
@@ -149,22 +144,6 @@ class VideoDiT(nn.Module):
         denoising: DenoisingPass | None = None,
         recorder: Recorder | None = None,
     ) -> Tensor:
-        """Velocity `[B, out_channels, T, H, W]` in the compute dtype of the head.
-
-        Args:
-            x_t: `[B, C, T, H, W]` noisy latents.
-            timestep: `[B]`, or `[B, L]` with one per token in raster order; 0 is clean, 1000 is noise.
-            text: `[B, S, E]` text embeddings.
-            text_mask: bool `[B, S]`, True where a text token is real; None attends to all S (Wan's convention:
-                zero-padded to 512, unmasked).
-            cond_latents: `[B, Cc, T, H, W]` conditions, concatenated along channels (image-to-video).
-            image_embeds: `[B, I, image_dim]` image tokens.
-            topk: kv tiles per query tile, one for all layers or one per layer; None is all tiles. If it changes
-                over a denoising, each sample uses the value at its own timestep.
-            denoising: the current pass of a denoising, which then determines the top-k of all samples; None in
-                training.
-            recorder: receives the internals of the attention methods; blocks then run uncompiled.
-        """
         latents = x_t if cond_latents is None else torch.cat((x_t, cond_latents), dim=1)
         layout = self.layout_for(latents.shape[1:], x_t.device)
         self._check_inputs(latents, timestep, text, text_mask, image_embeds, layout)
@@ -202,7 +181,6 @@ class VideoDiT(nn.Module):
         return unpatchify(layout.unpermute(x), grid, self.patch_size)
 
     def grid(self, latent_shape: Sequence[int]) -> Grid:
-        """Token grid of a latent shape `[C, T, H, W]`."""
         shape = tuple(latent_shape)
         if len(shape) != 4 or any(n % p or n < p for n, p in zip(shape[1:], self.patch_size, strict=True)):
             raise ValueError(f"latent shape [C, T, H, W] must be divisible by the patch {self.patch_size}, got {shape}")
@@ -211,46 +189,28 @@ class VideoDiT(nn.Module):
             raise ValueError(f"token grid {(t, h, w)} exceeds rope_max_seq_len {self.rope_max_seq_len}")
         return t, h, w
 
-    def layout_for(self, latent_shape: Sequence[int], device: torch.device | str | None = None) -> TileLayout:
-        """Tile layout of a latent shape `[C, T, H, W]` under the attention method of this model."""
-        segments = (Segment(grid_thw=self.grid(latent_shape)),)
-        return self._block(0).method.layout(segments, device)
+    @property
+    def attention_layers(self) -> Sequence[AttentionMethod]:
+        return [block.method for block in self._layers]
 
     @property
-    def selects(self) -> bool:
-        """Whether query tiles select kv tiles by a top-k."""
-        return self._block(0).method.selects
+    def attention_projections(self) -> Sequence[nn.Module]:
+        return [block.attn1.projection for block in self._layers]
 
-    @property
-    def predicts(self) -> bool:
-        """Whether q and k determine the visited tiles by another rule than a top-k."""
-        return self._block(0).method.predicts
-
-    @property
-    def attention_backend(self) -> str | None:
-        """Backend of the attention method on the device of the weights; None for a method without backends."""
-        method = self._block(0).method
-        if not hasattr(method, "backend"):
-            return None
-        return cast("str | None", method.backend) or resolve_backend(
-            None, self.proj_out.weight.device, torch.float32, method.head_dim
-        )
+    def follows_attention(self, name: str) -> bool:
+        last = f"blocks.{len(self.blocks) - 1}."
+        after = ("attn1.to_out.", "attn2.", "norm2.", "ffn.")
+        return name.startswith(("proj_out.", "scale_shift_table", *(last + part for part in after)))
 
     def reset_parameters(self) -> None:
         """Initialise every parameter, also after `to_empty` of a model built on the meta device."""
         init_parameters(self, init=self.init, dim=self.dim, num_layers=len(self.blocks))
-        for index in range(len(self.blocks)):
-            self._block(index).method.reset_extra_parameters()
+        for method in self.attention_layers:
+            method.reset_extra_parameters()
 
     def parameter_roles(self) -> dict[str, Role]:
-        """Role of every parameter by name, which determines its optimizer group and weight decay.
-
-        gate: all parameters of the attention methods' own modules, including biases, which therefore decay with their
-        weights; head: `proj_out.weight`; vector: other biases, norms and modulation tables; embedding: weights of the
-        patch, time, text and image embeddings; matrix: the weights inside the blocks.
-        """
         extras = tuple(
-            f"blocks.{i}.{name}." for i in range(len(self.blocks)) for name in self._block(i).method.extra_modules()
+            f"blocks.{i}.{name}." for i, method in enumerate(self.attention_layers) for name in method.extra_modules()
         )
 
         def role(name: str, parameter: nn.Parameter) -> Role:
@@ -266,80 +226,54 @@ class VideoDiT(nn.Module):
 
     @torch.no_grad()
     def with_attention(self, attention: Callable[..., AttentionMethod]) -> VideoDiT:
-        """This network with other attention methods; all other parameters are shared, not copied.
-
-        The parameters of a method have the values that its constructor sets.
-
-        Args:
-            attention: factory of the methods, as in the constructor.
-        """
         model, blocks = _shallow_copy(self), []
-        for layer_idx, block in enumerate(self.blocks):
+        for layer_idx, block in enumerate(self._layers):
             # a comparison must not change the random state of its caller
             with torch.random.fork_rng(devices=[]):
                 made = attention(dim=self.dim, num_heads=self.num_heads, head_dim=self.head_dim, layer_idx=layer_idx)
             made.check_model(len(self.blocks))
             made = made.to(self.proj_out.weight).train(self.training)
-            blocks.append(_shallow_copy(cast(TransformerBlock, block)).replace_method(made))
+            blocks.append(_shallow_copy(block).replace_method(made))
         model.blocks = nn.ModuleList(blocks).train(self.training)
         compute_in(model, self.compute_dtype)
         return model
 
+    def fixed_settings(self) -> dict[str, Any]:
+        return {
+            "num_attention_heads": self.num_heads,
+            "attention_head_dim": self.head_dim,
+            "num_layers": len(self.blocks),
+            "patch_size": list(self.patch_size),
+            "rope_theta": self.rope_theta,
+            "absolute_positions": self.absolute_positions,
+        }
+
     @property
     def activation_checkpointing(self) -> Level:
-        """The part of each block that the backward pass recomputes, see `vsa.models.recompute`."""
-        return self._block(0).activation_checkpointing
+        return self._layers[0].activation_checkpointing
 
     @activation_checkpointing.setter
     def activation_checkpointing(self, level: Level) -> None:
-        for index in range(len(self.blocks)):
-            self._block(index).activation_checkpointing = level
+        for block in self._layers:
+            block.activation_checkpointing = level
 
     def compile_blocks(self, *, backend: str = "inductor") -> None:
-        """Compile the body that all blocks share as one graph, without sharding hooks and full checkpointing.
-
-        Args:
-            backend: backend of `torch.compile`.
-        """
         run = compiled_body(backend=backend)
-        for index in range(len(self.blocks)):
-            self._block(index).run = run
+        for block in self._layers:
+            block.run = run
 
-    def flops(
-        self,
-        latent_shape: Sequence[int],
-        topk: KeptTiles | float | None = None,
-        text_len: int = 512,
-        *,
-        image_len: int = 0,
-        training: bool = True,
-    ) -> FlopCount:
-        """Floating point operations of one sample (one timestep per sample).
+    def rows(self, layer: str, *, num_tokens: int, text_len: int, image_len: int) -> int:
+        if layer.startswith("condition_embedder.time"):
+            return 1
+        if layer.startswith("condition_embedder.text_embedder.") or layer.endswith(("attn2.to_k", "attn2.to_v")):
+            return text_len
+        if layer.startswith("condition_embedder.image_embedder.") or layer.endswith((".add_k_proj", ".add_v_proj")):
+            return image_len
+        return num_tokens
 
-        Args:
-            latent_shape: `[C, T, H, W]`.
-            topk: kv tiles per query tile, or their expected number, see `AttentionMethod.pairs`; if it changes over a
-                denoising, its largest value is counted. None: all, or what the methods expect to keep.
-            text_len: S.
-            image_len: image tokens of image-to-video models.
-            training: count forward and backward instead of the forward only.
-        """
-        layout = self.layout_for(latent_shape, "cpu")
-        pairs = self.pairs(layout, topk)
-        return count_flops(
-            self, pairs, num_tokens=layout.num_tokens, text_len=text_len, image_len=image_len, training=training
-        )
-
-    def pairs(self, layout: TileLayout, topk: KeptTiles | float | None = None) -> list[float]:
-        """Executed query-key pairs of one head in each layer; `topk` as in `flops`."""
-        methods = [self._block(i).method for i in range(len(self.blocks))]
-        if topk is None:
-            return [method.expected_pairs(layout) for method in methods]
-        counts = KeptTiles.of(topk).largest().by_layer(len(methods))
-        return [method.pairs(layout, k) for method, k in zip(methods, counts, strict=True)]
-
-    def _block(self, index: int) -> TransformerBlock:
-        return cast(TransformerBlock, self.blocks[index])
+    @property
+    def _layers(self) -> list[TransformerBlock]:
+        return cast("list[TransformerBlock]", list(self.blocks))
 
     def _rope(self, grid: Grid, layout: TileLayout) -> tuple[Tensor, Tensor]:
         cos, sin = rope_tables(grid, self.head_dim, layout.device, self.rope_theta)
