@@ -19,7 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from vsa.config_files import choices, config_folder
 from vsa.errors import is_out_of_memory, too_large
-from vsa.models.video_dit import VideoDiT
+from vsa.models.network import Network
 from vsa.places import OWN_FOLDER, leaves, misplaced
 from vsa.secrets import masked
 from vsa.settings import AtLeastOne, Bound, Count, Positive, Seed, arguments_of, fits, hints_of, plain, refusal, shown
@@ -429,7 +429,7 @@ def in_run_folder(node: Any, run_dir: str) -> Any:
     return {name: in_run_folder(value, run_dir) for name, value in node.items()} | own
 
 
-def model_factory(config: DictConfig | Mapping[str, Any]) -> Callable[..., VideoDiT]:
+def model_factory(config: DictConfig | Mapping[str, Any]) -> Callable[..., Network]:
     """The function that builds the network of a run config, from its `model` and `attention` nodes."""
     attention = build(config["attention"])
     return partial(build, config["model"], attention=attention)

@@ -31,6 +31,7 @@ from vsa.checkpoints.weights import WeightSource
 from vsa.checkpoints.weights_run import write_weights_run
 from vsa.diffusion.sampler import step_list
 from vsa.models.init import without_memory
+from vsa.models.network import Network
 from vsa.models.video_dit import VideoDiT
 from vsa.settings import arguments_of, shown
 
@@ -252,7 +253,7 @@ def _unusual(sparse: SparseAttentionConfig) -> Iterator[str]:
             yield f"{name}=..." if isinstance(value, Mapping) else f"{name}={shown(value)}"
 
 
-def with_dtypes(model: VideoDiT, source: WeightSource) -> VideoDiT:
+def with_dtypes(model: Network, source: WeightSource) -> Network:
     """The model, on the meta device, with the parameter dtypes of the source."""
     dtypes = source.dtypes
     for name, parameter in model.named_parameters():

@@ -38,9 +38,7 @@ from vsa.checkpoints.sparse_config import (
 from vsa.checkpoints.wan import refuse_other_attention
 from vsa.checkpoints.weight_files import save_tensors
 from vsa.files import atomic_file, open_tensors, parse_json
-from vsa.models.blocks import TransformerBlock
-from vsa.models.rope import rope_tables
-from vsa.models.video_dit import VideoDiT
+from vsa.models.network import Network
 
 GOLDEN = "golden.safetensors"
 TOLERANCE = 1e-4
@@ -96,21 +94,18 @@ class GoldenError:
 Engine = Callable[[GoldenCase], Tensor]
 
 
-def attention_output(model: VideoDiT, case: GoldenCase, recorder: Recorder | None = None) -> Tensor:
+def attention_output(model: Network, case: GoldenCase, recorder: Recorder | None = None) -> Tensor:
     """Self-attention output `[1, L, C]` of one layer in raster order, computed by the reference engine."""
-    block = cast(TransformerBlock, model.blocks[case.layer])
-    device = block.attn1.to_q.weight.device
-    layout = _layout(block, case.grid_thw, device)
-    cos, sin = rope_tables(case.grid_thw, model.head_dim, layout.device, model.rope_theta)
-    rope = (layout.permute(cos[None])[0], layout.permute(sin[None])[0])
+    device = next(model.parameters()).device
+    layout = _layout(model, case.grid_thw, device)
     topk = KeptTiles.of(case.topk)
     ctx = AttnContext(layout=layout, topk=topk, layer_idx=case.layer, dense=case.dense, recorder=recorder)
-    return layout.unpermute(block.self_attention(layout.permute(case.hidden.to(device)), rope, ctx))
+    return layout.unpermute(model.self_attention(case.layer, layout.permute(case.hidden.to(device)), ctx))
 
 
 @torch.no_grad()
 def write_golden(
-    model: VideoDiT,
+    model: Network,
     folder: str | Path,
     *,
     layers: Sequence[int] | None = None,
@@ -152,7 +147,7 @@ def write_golden(
     layers = list(layers)
     if any(not 0 <= layer < len(model.blocks) for layer in layers):
         raise ValueError(f"layers must be in 0..{len(model.blocks) - 1}, got {layers}")
-    num_tiles = _layout(cast(TransformerBlock, model.blocks[0]), grid, torch.device("cpu")).num_video_tiles
+    num_tiles = _layout(model, grid, torch.device("cpu")).num_video_tiles
     if not sparse.selects and topk is not None:
         raise ValueError(f"topk {topk} has no meaning for {sparse.method}: it selects no tiles")
     if topk is None:
@@ -177,8 +172,9 @@ def write_golden(
     return folder / GOLDEN
 
 
-def _golden_grid(model: VideoDiT, sparse: SparseAttentionConfig) -> Grid:
-    method = cast(TransformerBlock, model.blocks[0]).method
+def _golden_grid(model: Network, sparse: SparseAttentionConfig) -> Grid:
+    # one config describes all layers
+    method, *_ = model.attention_layers
     t, h, w = getattr(method, "tile_thw", None) or (4, 4, 4)
     # partial tiles on two axes, twelve tiles in all
     sizes = [t + 1, 2 * h + 1, 2 * w]
@@ -197,20 +193,19 @@ def _room(rule: AxisRule, least: int, trained: int) -> int:
     return min(whole, key=lambda size: (whole[size], size))
 
 
-def _layout(block: TransformerBlock, grid: Grid, device: torch.device) -> TileLayout:
+def _layout(model: Network, grid: Grid, device: torch.device) -> TileLayout:
     with warnings.catch_warnings():
         # partial tiles are intended here
         warnings.filterwarnings("ignore", message="tiles .* full")
-        return block.method.layout((Segment(grid_thw=grid),), device)
+        return model.layout_of((Segment(grid_thw=grid),), device)
 
 
 def _clear_case(
-    model: VideoDiT, layer: int, grid: Grid, topk: int, num_tiles: int, seeds: itertools.count[int], dense: bool
+    model: Network, layer: int, grid: Grid, topk: int, num_tiles: int, seeds: itertools.count[int], dense: bool
 ) -> tuple[int, GoldenCase, Tensor]:
     """The first seed without a near tie in its selection, with its case and output."""
     margins: list[float] = []
-    block = cast(TransformerBlock, model.blocks[layer])
-    by_data = name_of(block.method) is not None and not dense
+    by_data = name_of(model.attention_layers[layer]) is not None and not dense
 
     def recorder(layer_idx: int, tensors: dict[str, Tensor]) -> None:
         scores = tensors["scores"].float()
@@ -231,7 +226,7 @@ def _clear_case(
     raise ValueError(f"layer {layer}: every one of {_MAX_DRAWS} inputs has tiles with equal scores")
 
 
-def _is_steady(model: VideoDiT, case: GoldenCase, seed: int) -> bool:
+def _is_steady(model: Network, case: GoldenCase, seed: int) -> bool:
     """Whether inputs that differ by rounding select the same tiles and skip the same products."""
     recorded: list[dict[str, Tensor]] = []
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from vsa.models.video_dit import VideoDiT
+from vsa.models.network import Network
 from vsa.settings import AtLeastOne, Positive, checked
 
 _ADAPTER = "default"
@@ -32,7 +32,7 @@ class LoRA:
     alpha: Positive
     targets: tuple[str, ...] = ("to_q", "to_k", "to_v", "to_out.0", "ffn.net.0.proj", "ffn.net.2")
 
-    def inject(self, model: VideoDiT) -> None:
+    def inject(self, model: Network) -> None:
         """Add adapters to `model` in place; B starts at zero, so the output does not change.
 
         Raises:

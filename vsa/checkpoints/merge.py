@@ -26,7 +26,7 @@ from vsa.checkpoints.weights import WeightSource
 from vsa.checkpoints.weights_run import write_weights_run
 from vsa.diffusion.sampler import step_list
 from vsa.models.init import without_memory
-from vsa.models.video_dit import VideoDiT
+from vsa.models.network import Network
 
 # values of a run's checkpoint that describe its weights; the others are for resuming its training
 KEPT = (
@@ -96,7 +96,7 @@ def merge(base: Tensor, sparse: Tensor, few_step: Tensor, sparse_weight: float, 
     return merged
 
 
-def networks(sparse: WeightSource) -> tuple[VideoDiT, VideoDiT]:
+def networks(sparse: WeightSource) -> tuple[Network, Network]:
     """The network of the sparse source, and the same with dense attention, on the meta device.
 
     Raises:
@@ -104,8 +104,7 @@ def networks(sparse: WeightSource) -> tuple[VideoDiT, VideoDiT]:
     """
     with without_memory():
         model, dense = sparse.network(), sparse.network(attention=FullAttention)
-    method: Any = model.blocks[0].method
-    if isinstance(method, FullAttention):
+    if model.is_dense:
         raise ValueError(f"--sparse {sparse.name} has full attention and no gates: there is no sparse adaptation in it")
     return model, dense
 
@@ -126,7 +125,7 @@ def few_step_list(few_step: WeightSource, given: Sequence[float] | None) -> tupl
     return few_step.step_list
 
 
-def refuse_other_models(base: WeightSource, sparse: WeightSource, few_step: WeightSource) -> VideoDiT:
+def refuse_other_models(base: WeightSource, sparse: WeightSource, few_step: WeightSource) -> Network:
     """Refuse sources of different architectures; returns the sparse network, on the meta device.
 
     Raises:

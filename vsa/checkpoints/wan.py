@@ -1,4 +1,4 @@
-"""Export of a `VideoDiT` as a transformer folder in diffusers' or Wan's layout, and checks of gates and attention."""
+"""Export of a network as a transformer folder in diffusers' or Wan's layout, and checks of gates and attention."""
 
 from __future__ import annotations
 
@@ -25,49 +25,53 @@ from vsa.checkpoints.wan_config import SPARSE_FLAG, transformer_config
 from vsa.checkpoints.wan_names import diffusers_to_wan, wan_config
 from vsa.checkpoints.weight_files import exhaust, finite, refuse_existing, some, write_weights
 from vsa.files import atomic_folder
+from vsa.models.network import Network
 from vsa.models.sharding import whole
-from vsa.models.video_dit import VideoDiT
 
 Gates = Literal["required", "initial", "absent"]
 Layout = Literal["diffusers", "fastvideo", "wan"]
 
 
-def gate_names(model: VideoDiT) -> tuple[str, ...]:
+def gate_names(model: Network) -> tuple[str, ...]:
     """Names of the parameters that belong to the attention methods, such as gates."""
     return tuple(name for name, role in model.parameter_roles().items() if role == "gate")
 
 
-def refuse_random_gates(model: VideoDiT) -> None:
+def refuse_random_gates(model: Network) -> None:
     """Raise ValueError if new gates would be random: with a dense checkpoint they must start at the identity."""
-    for block in model.blocks:
-        start = getattr(block.method, "gate_init", "identity")
+    for method in model.attention_layers:
+        start = getattr(method, "gate_init", "identity")
         if start != "identity":
             raise ValueError(
                 f"gate_init={start} of its attention, but a dense checkpoint needs gate_init=identity (start=dense)"
             )
 
 
-def sparse_settings(model: VideoDiT) -> dict[str, Any]:
+def sparse_settings(model: Network) -> dict[str, Any]:
     """The fields of a `SparseAttentionConfig` that the model's attention determines.
 
     Raises:
         ValueError: the attention is not one that `sparse_attention.json` can describe.
     """
-    block: Any = model.blocks[0]
-    method = block.method
+    first, *others = (_described(method, model) for method in model.attention_layers)
+    if any(other != first for other in others):
+        raise ValueError(f"a {SPARSE_CONFIG} describes one attention for all layers, those of the model differ")
+    return first | {"gate_keys": gate_names(model)}
+
+
+def _described(method: AttentionMethod, model: Network) -> dict[str, Any]:
     if (name := name_of(method)) is not None:
         none = dict.fromkeys(("tile_thw", "partition", "block_order"))
-        return {"method": name, **none, "fine_gate": False, "gate_keys": (), "settings": method.settings()}
+        return {"method": name, **none, "fine_gate": False, "settings": method.settings()}
     if not isinstance(method, VideoSparseAttention):
         method_names = ", ".join(("video_sparse", *WITHOUT_PARAMETERS))
-        raise ValueError(f"a {SPARSE_CONFIG} describes {method_names} attention, the model has {type(method).__name__}")
+        raise ValueError(f"a {SPARSE_CONFIG} describes {method_names} attention, the model has {model.attention_names}")
     return {
         "method": "video_sparse",
         "tile_thw": method.tile_thw,
         "partition": method.partition,
         "block_order": method.block_order,
         "fine_gate": method.to_gate_fine is not None,
-        "gate_keys": gate_names(model),
     }
 
 
@@ -88,7 +92,7 @@ def method_options(sparse: SparseAttentionConfig) -> tuple[type[AttentionMethod]
 
 
 def export_pretrained(
-    model: VideoDiT,
+    model: Network,
     folder: str | Path,
     *,
     sparse: SparseAttentionConfig | None,
@@ -158,7 +162,7 @@ def export_pretrained(
     return final
 
 
-def refuse_other_attention(model: VideoDiT, sparse: SparseAttentionConfig, what: str) -> None:
+def refuse_other_attention(model: Network, sparse: SparseAttentionConfig, what: str) -> None:
     """Raise ValueError if a sparse config does not match the model's attention; `what` names the config."""
     for key, value in sparse_settings(model).items():
         theirs = getattr(sparse, key)

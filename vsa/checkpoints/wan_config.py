@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from vsa.models.embeddings import ResidualNorm
-from vsa.models.video_dit import VideoDiT
+from vsa.models.network import Network
 
 CLASS_NAME = "WanTransformer3DModel"
 SPARSE_FLAG = "sparse_attention"
@@ -59,12 +59,17 @@ def video_dit_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
     return arguments
 
 
-def transformer_config(model: VideoDiT) -> dict[str, Any]:
+def transformer_config(model: Network) -> dict[str, Any]:
     """`config.json` of the `WanTransformer3DModel` that is equivalent to a model with dense attention.
 
     Raises:
-        ValueError: that class has no equivalent of a setting of the model.
+        ValueError: that class has no equivalent of the model or of one of its settings.
     """
+    # other networks do without it
+    from vsa.models.video_dit import VideoDiT
+
+    if not isinstance(model, VideoDiT):
+        raise ValueError(f"{type(model).__name__} has no counterpart in {CLASS_NAME}: its weights stay in a run folder")
     if model.absolute_positions:
         raise ValueError(
             f"model.absolute_positions=true has no counterpart in {CLASS_NAME}, it needs model.absolute_positions=false"
@@ -81,7 +86,7 @@ def transformer_config(model: VideoDiT) -> dict[str, Any]:
         "out_channels": model.out_channels,
         "text_dim": model.text_dim,
         "freq_dim": model.condition_embedder.freq_dim,
-        "ffn_dim": block.ffn.net[0].proj.out_features,
+        "ffn_dim": model.ffn_dim,
         "num_layers": len(model.blocks),
         "cross_attn_norm": isinstance(block.norm2, ResidualNorm),
         "eps": block.norm1.eps,

@@ -44,7 +44,7 @@ from vsa.checkpoints.weights import WeightSource
 from vsa.data.codecs import WanVAE
 from vsa.data.pretrained import weights_digest
 from vsa.models.init import without_memory
-from vsa.models.video_dit import VideoDiT
+from vsa.models.network import Network
 
 if TYPE_CHECKING:
     # not imported at run time, since the data module imports the video libraries
@@ -95,7 +95,7 @@ class RunWeights(WeightSource):
         return transformer_config(self._meta)
 
     @cached_property
-    def _meta(self) -> VideoDiT:
+    def _meta(self) -> Network:
         with without_memory():
             return self.network()
 
@@ -128,8 +128,7 @@ class RunWeights(WeightSource):
         """Whether `sparse_attention.json` can describe its attention although it has no parameters."""
         if not {"model", "attention"} <= self.run_config.keys():
             return False
-        method: Any = self._meta.blocks[0].method
-        return name_of(method) is not None
+        return any(name_of(method) is not None for method in self._meta.attention_layers)
 
     def _described(self) -> SparseAttentionConfig:
         """Description from schedule and state; the largest grid of the training is the reference."""
@@ -157,7 +156,7 @@ class RunWeights(WeightSource):
             guidance_scale=sampling.get("guidance"),
         )
 
-    def network(self, **options: Any) -> VideoDiT:
+    def network(self, **options: Any) -> Network:
         from vsa.config import check_targets, model_factory
 
         self.require_config("model", "attention")
@@ -170,7 +169,7 @@ class RunWeights(WeightSource):
             if key not in self.run_config:
                 raise ValueError(f"checkpoint {self.source} has no config for {key}")
 
-    def refuse_other_architecture(self, model: VideoDiT) -> None:
+    def refuse_other_architecture(self, model: Network) -> None:
         refuse_other_sizes(model, self.checkpoint)
 
 
@@ -213,16 +212,19 @@ class PretrainedWeights(WeightSource):
         """Description of the gates; ValueError if there are gates without a description."""
         return read_sparse_config(self.folder) if any(map(is_gate, self)) else self.sparse
 
-    def network(self, **options: Any) -> VideoDiT:
+    def network(self, **options: Any) -> Network:
         backend = options.pop("backend", None)
         attention: Callable[..., Any] = options.pop("attention", None) or attention_of(self._described, backend)
+        # other networks do without it
+        from vsa.models.video_dit import VideoDiT
+
         config = self.config
         try:
             return VideoDiT(attention=attention, **video_dit_arguments(config))
         except ValueError as error:
             raise ValueError(f"{self.folder / 'config.json'}: {error}") from None
 
-    def refuse_other_architecture(self, model: VideoDiT) -> None:
+    def refuse_other_architecture(self, model: Network) -> None:
         path = self.folder / "config.json"
         try:
             theirs, ours = (video_dit_arguments(config) for config in (self.config, transformer_config(model)))
@@ -237,7 +239,7 @@ class PretrainedWeights(WeightSource):
                 f"{self.name}: the weights do not hold the gates that {SPARSE_CONFIG} names, they differ in {some(odd)}"
             )
 
-    def check(self, model: VideoDiT, gates: Gates) -> None:
+    def check(self, model: Network, gates: Gates) -> None:
         super().check(model, gates)
         if gates == "required" and self._sparse is not None:
             refuse_other_attention(model, self._sparse, str(self.folder / SPARSE_CONFIG))
@@ -313,7 +315,7 @@ def refuse_experts(spec: str | Path, folder: Path) -> None:
 
 def open_network(
     spec: str | Path, *, device: torch.device | str = "cpu", backend: Backend | None = None
-) -> tuple[VideoDiT, WeightSource]:
+) -> tuple[Network, WeightSource]:
     """The network of a weights folder in float32 with its weights, and their source.
 
     Args:
@@ -334,18 +336,10 @@ def open_network(
     return model, source
 
 
-def refuse_other_sizes(model: VideoDiT, checkpoint: Checkpoint) -> None:
+def refuse_other_sizes(model: Network, checkpoint: Checkpoint) -> None:
     """Raise ValueError if a run's config contradicts the model in settings that shapes do not determine clearly."""
-    ours_by_key = {
-        "num_attention_heads": model.num_heads,
-        "attention_head_dim": model.head_dim,
-        "num_layers": len(model.blocks),
-        "patch_size": list(model.patch_size),
-        "rope_theta": model.rope_theta,
-        "absolute_positions": model.absolute_positions,
-    }
     theirs_by_key = checkpoint.state.get("config", {}).get("model", {})
-    mine = {key: (theirs_by_key.get(key, value), value) for key, value in ours_by_key.items()}
+    mine = {key: (theirs_by_key.get(key, value), value) for key, value in model.fixed_settings().items()}
     other = [f"model.{key}={theirs}, the model has {ours}" for key, (theirs, ours) in mine.items() if theirs != ours]
     if other:
         raise ValueError(f"{checkpoint.path} has {'; '.join(other)}")

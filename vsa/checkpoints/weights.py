@@ -18,8 +18,8 @@ from vsa.checkpoints.wan import Gates, gate_names, refuse_other_gates, refuse_ra
 from vsa.checkpoints.wan_names import is_gate
 from vsa.checkpoints.weight_files import TensorFiles, finite, refuse_other_tensors
 from vsa.diffusion.sampler import step_list
+from vsa.models.network import Network
 from vsa.models.sharding import fill
-from vsa.models.video_dit import VideoDiT
 
 if TYPE_CHECKING:
     # not imported at run time, since the data module imports the video libraries
@@ -107,14 +107,14 @@ class WeightSource(Mapping[str, Tensor], ABC):
         """Description of the sparse attention; None without gates or windows, or if no file describes them."""
 
     @abstractmethod
-    def network(self, **options: Any) -> VideoDiT:
+    def network(self, **options: Any) -> Network:
         """A network for these weights, without values; `attention` replaces its attention."""
 
     @abstractmethod
-    def refuse_other_architecture(self, model: VideoDiT) -> None:
+    def refuse_other_architecture(self, model: Network) -> None:
         """Raise ValueError if settings differ from the model's that shapes do not determine, or not clearly."""
 
-    def check(self, model: VideoDiT, gates: Gates) -> None:
+    def check(self, model: Network, gates: Gates) -> None:
         """Refuse weights that do not fit; nothing is copied, so the model may be on the meta device.
 
         Args:
@@ -156,7 +156,7 @@ class WeightSource(Mapping[str, Tensor], ABC):
             raise ValueError(f"{self.source} has data.text_padding={padding}, the data have {data.text_padding}")
 
     @torch.no_grad()
-    def load(self, model: VideoDiT, gates: Gates) -> None:
+    def load(self, model: Network, gates: Gates) -> None:
         """Fill every parameter that does not belong to an adapter, one at a time; each rank reads its own rows.
 
         Args:
@@ -175,8 +175,8 @@ class WeightSource(Mapping[str, Tensor], ABC):
             if name in self.keys_in_files:
                 fill(parameter, partial(self._rows, name))
         if gates == "initial":
-            for block in model.blocks:
-                block.method.reset_extra_parameters()  # type: ignore[union-attr, operator]
+            for method in model.attention_layers:
+                method.reset_extra_parameters()
 
     def _rows(self, name: str, start: int, stop: int) -> Tensor:
         return finite(self.files.rows(self.keys_in_files[name], start, stop), name, self.name)

@@ -19,7 +19,7 @@ from vsa.attention.kept_tiles import KeptTiles
 from vsa.attention.layout import TileLayout
 from vsa.data.codecs import Codec
 from vsa.diffusion.flow_matching import add_noise, noise_like, to_timestep
-from vsa.models.video_dit import VideoDiT
+from vsa.models.network import Network
 from vsa.plotting import QUERY, SELECTED, TITLE, save_figure, set_title
 from vsa.sampling.pipeline import (
     LoadedRun,
@@ -35,7 +35,7 @@ QUERY_COLOUR, KEY_COLOUR = to_rgb(QUERY), to_rgb(SELECTED)
 
 @torch.no_grad()
 def record_attention(
-    model: VideoDiT,
+    model: Network,
     latents: Tensor,
     text: Tensor,
     text_mask: Tensor | None,
@@ -72,7 +72,7 @@ def record_attention(
 
 @torch.no_grad()
 def denoise_once(
-    model: VideoDiT,
+    model: Network,
     latents: Tensor,
     text: Tensor,
     text_mask: Tensor | None,

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from vsa.attention.denoising import DenoisingPlan
-from vsa.attention.full import FullAttention
 from vsa.attention.kept_tiles import KeptTiles
 from vsa.checkpoints.run_checkpoint import Checkpoint
 from vsa.config import build
@@ -197,8 +196,7 @@ class Evaluator:
         if self.settings.reference == "none":
             return None
         if self._reference is None:
-            blocks: Any = run.model.blocks
-            if all(isinstance(block.method, FullAttention) for block in blocks):
+            if run.model.is_dense:
                 raise ValueError(
                     f"{run.source} has dense attention, so the dense reference is the run itself: set --reference "
                     "RUN_FOLDER or --reference none"

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from vsa_kernels.dispatch import resolve_backend
 
 from vsa.attention.base import AttentionMethod
-from vsa.attention.context import Recorder
+from vsa.attention.context import AttnContext, Recorder
 from vsa.attention.denoising import DenoisingPass
 from vsa.attention.kept_tiles import KeptTiles
 from vsa.attention.layout import Segment, TileLayout
@@ -94,6 +94,18 @@ class Network(nn.Module):
     @property
     def attention_projections(self) -> Sequence[nn.Module]:
         """The modules whose output `[B, L, C]` is that of self-attention, one per layer."""
+        raise NotImplementedError
+
+    @property
+    def time_embedder(self) -> nn.Module:
+        """The module whose output of width C conditions every block on the timestep."""
+        raise NotImplementedError
+
+    def self_attention(self, layer: int, h: Tensor, ctx: AttnContext) -> Tensor:
+        """Self-attention output `[1, L, C]` of a layer for its normalised, modulated input h `[1, L, C]`.
+
+        Both are in the order of `ctx.layout`, the layout of one video.
+        """
         raise NotImplementedError
 
     def with_attention(self, attention: Callable[..., AttentionMethod]) -> Network:
@@ -192,7 +204,10 @@ class Network(nn.Module):
         Raises:
             ValueError: no such grid, or layers that order or tile the tokens in different ways.
         """
-        segments = (Segment(grid_thw=self.grid(latent_shape)),)
+        return self.layout_of((Segment(grid_thw=self.grid(latent_shape)),), device)
+
+    def layout_of(self, segments: Sequence[Segment], device: torch.device | str | None = None) -> TileLayout:
+        """`layout_for` a row of segments."""
         layers = self.attention_layers
         first, *others = [method for method in layers if not method.is_dense] or layers[:1]
         layout = first.layout(segments, device)

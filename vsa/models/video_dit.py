@@ -197,6 +197,14 @@ class VideoDiT(Network):
     def attention_projections(self) -> Sequence[nn.Module]:
         return [block.attn1.projection for block in self._layers]
 
+    @property
+    def time_embedder(self) -> nn.Module:
+        return self.condition_embedder.time_embedder
+
+    def self_attention(self, layer: int, h: Tensor, ctx: AttnContext) -> Tensor:
+        rope = self._rope(ctx.layout.segments[0].grid_thw, ctx.layout)
+        return self._layers[layer].self_attention(h, rope, ctx)
+
     def follows_attention(self, name: str) -> bool:
         last = f"blocks.{len(self.blocks) - 1}."
         after = ("attn1.to_out.", "attn2.", "norm2.", "ffn.")

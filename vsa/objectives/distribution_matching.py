@@ -22,7 +22,7 @@ from vsa.diffusion import flow_matching as fm
 from vsa.diffusion import sampler
 from vsa.diffusion.rollout import Update, rollout, rollout_index, stream_seeds
 from vsa.models.forward_hooks import add_to_output, capture_outputs
-from vsa.models.video_dit import VideoDiT
+from vsa.models.network import Network
 from vsa.objectives.discriminator import Discriminator, Gan
 from vsa.objectives.step_embedding import StepEmbedding
 from vsa.settings import NonNegative, Positive, checked
@@ -41,9 +41,9 @@ class Networks:
         fake_steps: embedding of the generator's step for the critic; None disables step conditioning.
     """
 
-    generator: VideoDiT
-    fake_score: VideoDiT
-    real_score: VideoDiT
+    generator: Network
+    fake_score: Network
+    real_score: Network
     discriminator: Discriminator | None = None
     fake_steps: StepEmbedding | None = None
 
@@ -184,7 +184,7 @@ class DistributionMatching:
         return sum(start <= progress_of(t) < stop for t in self.step_list) / len(self.step_list)
 
     def generate(
-        self, generator: VideoDiT, batch: VideoBatch, latents: Tensor, *, update: Update, index: int, topk: KeptTiles
+        self, generator: Network, batch: VideoBatch, latents: Tensor, *, update: Update, index: int, topk: KeptTiles
     ) -> Tensor:
         """Generated data `[B, C, T, H, W]` at step `index` of the list, from noise that belongs to the update."""
 
@@ -275,7 +275,7 @@ class DistributionMatching:
         """Velocity of the critic for data generated at step `index` of the list."""
         assert self.step_aware == (networks.fake_steps is not None)
         critic, steps = networks.fake_score, networks.fake_steps
-        with nullcontext() if steps is None else add_to_output(critic.condition_embedder.time_embedder, steps(index)):
+        with nullcontext() if steps is None else add_to_output(critic.time_embedder, steps(index)):
             return critic(x_t, timestep, **batch.conditions, topk=topk)
 
     def _logits(
@@ -309,7 +309,7 @@ class DistributionMatching:
 
     def _guided_velocity(
         self,
-        real_score: VideoDiT,
+        real_score: Network,
         batch: VideoBatch,
         negative: NegativeText | None,
         x_t: Tensor,

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from vsa.attention.kept_tiles import KeptTiles
 from vsa.data.batch import VideoBatch
 from vsa.diffusion import flow_matching as fm
 from vsa.models.forward_hooks import capture_outputs
-from vsa.models.video_dit import VideoDiT
+from vsa.models.network import Network
 from vsa.settings import NonNegative, Positive, checked
 from vsa.transfer import copy_async
 
@@ -88,7 +88,7 @@ class FlowMatchingLoss:
     logit_std: Positive = 1.0
     weighting: Literal["uniform", "sigma_sqrt", "cosmap"] = "uniform"
 
-    def __call__(self, model: VideoDiT, batch: VideoBatch, latents: Tensor, *, seed: int, topk: KeptTiles) -> LossTerms:
+    def __call__(self, model: Network, batch: VideoBatch, latents: Tensor, *, seed: int, topk: KeptTiles) -> LossTerms:
         """Loss terms of a micro-batch with normalised latents `[B, C, T, H, W]`."""
         noised = self.noised(model, batch, latents, seed=seed)
         velocity = model(noised.x_t, noised.timestep, **batch.conditions, topk=topk)
@@ -105,7 +105,7 @@ class FlowMatchingLoss:
             logit_std=self.logit_std,
         )
 
-    def noised(self, model: VideoDiT, batch: VideoBatch, latents: Tensor, *, seed: int) -> NoisedBatch:
+    def noised(self, model: Network, batch: VideoBatch, latents: Tensor, *, seed: int) -> NoisedBatch:
         """Noised latents, timesteps and targets of a micro-batch.
 
         Every rank computes the timesteps of the whole global batch, so it knows the sum of all weights.
@@ -166,8 +166,8 @@ class FinetuneLoss(FlowMatchingLoss):
 
     def mixed(
         self,
-        model: VideoDiT,
-        teacher: VideoDiT | None,
+        model: Network,
+        teacher: Network | None,
         batch: VideoBatch,
         latents: Tensor,
         *,
@@ -198,7 +198,6 @@ def relative_error(actual: Tensor, expected: Tensor) -> Tensor:
     return (actual - expected).square().mean(1) / expected.square().mean(1).clamp(min=1e-12)
 
 
-def attention_outputs(model: VideoDiT, enabled: bool) -> AbstractContextManager[dict[int, Tensor]]:
+def attention_outputs(model: Network, enabled: bool) -> AbstractContextManager[dict[int, Tensor]]:
     """Collect the projected self-attention outputs `[B, L, C]` of every layer from the forward inside the context."""
-    blocks: Any = model.blocks
-    return capture_outputs({i: block.attn1.to_out[0] for i, block in enumerate(blocks)} if enabled else {})
+    return capture_outputs(dict(enumerate(model.attention_projections)) if enabled else {})

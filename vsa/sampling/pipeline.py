@@ -34,7 +34,7 @@ from vsa.diffusion.flow_matching import FlowShift, noise_like
 from vsa.diffusion.latent_statistics import LatentStatistics
 from vsa.diffusion.rollout import rollout_noise
 from vsa.diffusion.sampler import euler_sigmas, guide, sample_euler, sample_few_step
-from vsa.models.video_dit import VideoDiT
+from vsa.models.network import Network
 from vsa.sampling.settings import SampleSettings
 
 ProgressFn = Callable[[int], None]
@@ -64,7 +64,7 @@ class LoadedRun:
         step_list: timesteps of a distilled generator; None for a model that needs many steps.
     """
 
-    model: VideoDiT
+    model: Network
     codec: Codec
     text_encoder: TextEncoder
     latent_mean: Tensor
@@ -124,11 +124,10 @@ class LoadedRun:
         if not self.model.selects:
             for name, value in {"topk": topk, "sparsity": sparsity}.items():
                 if value is not None:
-                    method: Any = self.model.blocks[0].method
                     reason = "has no top-k" if self.model.predicts else "selects no tiles"
-                    raise ValueError(f"{name} {value} has no meaning for {type(method).__name__}: it {reason}")
-            asked_plan, name = DenoisingPlan(**(denoising or {})), type(self.model.blocks[0].method).__name__
-            asked_plan.refuse_without_topk(name, predicts=self.model.predicts)
+                    raise ValueError(f"{name} {value} has no meaning for {self.model.attention_names}: it {reason}")
+            asked_plan = DenoisingPlan(**(denoising or {}))
+            asked_plan.refuse_without_topk(self.model.attention_names, predicts=self.model.predicts)
             topk = num_tiles
         if topk is not None and sparsity is not None:
             raise ValueError(f"expected at most one of topk and sparsity, got topk={topk} and sparsity={sparsity}")
@@ -260,7 +259,7 @@ def encode_prompts(
 
 @torch.no_grad()
 def sample_latents(
-    model: VideoDiT,
+    model: Network,
     text_encoder: TextEncoder,
     prompts: Sequence[str],
     seeds: Tensor,

@@ -3,33 +3,28 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.profiler import record_function
 
-from vsa.models.video_dit import VideoDiT
+from vsa.models.network import Network
 from vsa.training.optimizer import ROLES
 from vsa.transfer import PendingCopy
 
 
-def refuse_training_free(model: VideoDiT, key: str = "attention") -> None:
+def refuse_training_free(model: Network, key: str = "attention") -> None:
     """Raise ValueError where gradients would flow through self-attention that does not take them.
 
     Args:
         model: network whose frozen parameters require no gradients.
         key: setting that chose its attention, for the message.
     """
-    last = len(model.blocks) - 1
-    # parameters that only tensors after the last self-attention depend on
-    after = re.compile(rf"(blocks\.{last}\.(attn1\.to_out|attn2|norm2|ffn)|proj_out|scale_shift_table)(\.|$)")
-    if any(p.requires_grad and not after.match(name) for name, p in model.named_parameters()):
-        method: Any = model.blocks[0].method
-        method.refuse_training(key)
+    if any(p.requires_grad and not model.follows_attention(name) for name, p in model.named_parameters()):
+        for method in model.attention_layers:
+            method.refuse_training(key)
 
 
 class GradientClipper:

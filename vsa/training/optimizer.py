@@ -6,14 +6,14 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Literal, Protocol, get_args
+from typing import Protocol, get_args
 
 import torch
 from torch import nn
 
+from vsa.models.network import Role
 from vsa.settings import AtLeastOne, Count, NonNegative, Positive, PositiveShare, ShareBelowOne, checked
 
-Role = Literal["matrix", "vector", "embedding", "gate", "head"]
 ROLES: tuple[Role, ...] = get_args(Role)
 
 

@@ -21,9 +21,9 @@ from vsa.data.parallel_dims import ParallelDims
 from vsa.errors import is_out_of_memory, too_large
 from vsa.models.compute_dtype import compute_in
 from vsa.models.init import without_memory
+from vsa.models.network import Network
 from vsa.models.recompute import LEVELS, Level
 from vsa.models.sharding import local, place
-from vsa.models.video_dit import VideoDiT
 from vsa.settings import AtLeastOne, Positive, checked
 from vsa.training.hosts import connect_hosts
 from vsa.training.lightning_compat import MeshStrategy, stop_watching
@@ -74,7 +74,7 @@ class ParallelPlan:
         return torch.bfloat16 if low else None
 
 
-def parallelize(model: VideoDiT, mesh: DeviceMesh | None, plan: ParallelPlan, device_type: str) -> None:
+def parallelize(model: Network, mesh: DeviceMesh | None, plan: ParallelPlan, device_type: str) -> None:
     """Prepare `model` in place: activation checkpointing, per-block compile, FSDP2 over `mesh` (None: no sharding).
 
     Gradients are reduced, and accumulated over micro-batches, in fp32. Inputs are not cast: timesteps and modulation
@@ -108,12 +108,12 @@ def every_parameter(name: str) -> bool:
 
 
 def build_model(
-    make: Callable[[], VideoDiT],
+    make: Callable[[], Network],
     mesh: DeviceMesh | None,
     plan: ParallelPlan,
     *,
     initialise: Callable[[str], bool] | None = every_parameter,
-) -> VideoDiT:
+) -> Network:
     """The network that `make` builds, prepared by `parallelize`, on the default device or on that of the mesh.
 
     Initial values are drawn on the CPU, so that they are the same on every device. With a mesh, the network is built on
@@ -156,7 +156,7 @@ def build_model(
 
 
 @contextmanager
-def _named_when_too_large(model: VideoDiT) -> Iterator[None]:
+def _named_when_too_large(model: Network) -> Iterator[None]:
     """Add the size of the model to an out-of-memory error."""
     try:
         yield

@@ -46,7 +46,7 @@ class Method:
         return self.topk is not None or self.sparsity is not None
 
     def make(self, *, dim: int, num_heads: int, head_dim: int, layer_idx: int) -> AttentionMethod:
-        """The method of a layer; a factory for `VideoDiT`."""
+        """The method of a layer; a factory for a network."""
         return build(self.config)(dim=dim, num_heads=num_heads, head_dim=head_dim, layer_idx=layer_idx)
 
     def kept(self, layout: TileLayout) -> int:

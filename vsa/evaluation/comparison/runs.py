@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from vsa.attention.denoising import DenoisingPlan, progress_of
-from vsa.attention.full import FullAttention
 from vsa.attention.kept_tiles import KeptTiles
 from vsa.attention.sparsity import ConstantSparsity
 from vsa.checkpoints.run_checkpoint import resolve_checkpoint
@@ -24,7 +23,7 @@ from vsa.evaluation.comparison.model import ComparedModel
 from vsa.evaluation.comparison.settings import CompareSettings
 from vsa.evaluation.inspection.clip import Clip, open_clip
 from vsa.machine import seconds_now
-from vsa.models.video_dit import VideoDiT
+from vsa.models.network import Network
 from vsa.sampling.pipeline import (
     LoadedRun,
     SampleSettings,
@@ -49,7 +48,7 @@ class RunModel(ComparedModel):
         self.run, self.source, self.num_layers = run, run.source, len(run.model.blocks)
         layout = run.model.layout_for(run.settings().latent_shape)
         self.grid_thw, self.tile_thw = layout.segments[0].grid_thw, layout.tile_thw
-        if not isinstance(run.model.blocks[0].method, FullAttention):
+        if not run.model.is_dense:
             # its config is not needed: the model is at hand
             self.own = [Method(label=AS_TRAINED, family=AS_TRAINED, config={}, trained=True)]
             self.attention = resolve_checkpoint(run.source).config["attention"] if is_run(run.source) else None
@@ -61,7 +60,7 @@ class RunModel(ComparedModel):
         text, mask = encode_prompts(self.run.text_encoder, [clip.caption], self.run.device, self.run.text_padding)
         latents = self.run.statistics.normalise(clip.latents[None])
         topk = self.run.settings(latent_shape=tuple(clip.latents.shape)).topk
-        methods: list[Any] = [block.method for block in self.run.model.blocks]
+        methods = self.run.model.attention_layers
 
         def forward(timestep: float, keep: Keep) -> None:
             model = self.run.model.with_attention(lambda layer_idx, **_: Watched(methods[layer_idx], keep))
@@ -114,7 +113,7 @@ class RunModel(ComparedModel):
     def sampling(self) -> Mapping[str, Any]:
         return settings_dict(self.settings, self.run)
 
-    def _density(self, model: VideoDiT, prompt: str, settings: SampleSettings) -> float:
+    def _density(self, model: Network, prompt: str, settings: SampleSettings) -> float:
         """Mean density over steps and layers, measured once for every top-k."""
         plan = settings.denoising
         densities_of: dict[KeptTiles, list[float]] = {}
@@ -131,7 +130,7 @@ class RunModel(ComparedModel):
             steps.append(fmean(1.0 if whole else share for whole, share in shares))
         return fmean(steps)
 
-    def _densities(self, model: VideoDiT, prompt: str, settings: SampleSettings) -> list[float]:
+    def _densities(self, model: Network, prompt: str, settings: SampleSettings) -> list[float]:
         """Density of each layer in a forward on the clip of the dense run at half noise, without a plan."""
         recorded: dict[int, dict[str, Tensor]] = {}
         text, mask = encode_prompts(self.run.text_encoder, [prompt], self.run.device, settings.text_padding)
@@ -140,5 +139,5 @@ class RunModel(ComparedModel):
             sigma=0.5, topk=settings.topk, recorder=recorded.__setitem__, seed=settings.seed,
         )  # fmt: skip
         layout = model.layout_for(settings.latent_shape, self.run.device)
-        methods: list[Any] = [block.method for block in model.blocks]
+        methods = model.attention_layers
         return [computed_pairs(method, layout, recorded.get(i)).density for i, method in enumerate(methods)]

@@ -128,9 +128,9 @@ def inspect_checkpoint(asked: InspectSettings) -> tuple[Path, Inspection, str]:
                 progress=advance,
             )
         except NothingSelected:
-            method = type(run.model.blocks[0].method).__name__
             raise ValueError(
-                f"{asked.checkpoint} attends with {method}, which selects no tiles: nothing to inspect"
+                f"{asked.checkpoint} attends with {run.model.attention_names}, which selects no tiles: "
+                "nothing to inspect"
             ) from None
     record = {**settings_dict(settings, run), "clip": clip.name, "caption": clip.caption, "seed": asked.seed}
     note = left_out(inspection, num_layers=len(layers))

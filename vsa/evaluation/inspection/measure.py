@@ -25,7 +25,7 @@ from vsa.evaluation.inspection.metrics import (
     selected_tiles,
     stage_outputs,
 )
-from vsa.models.video_dit import VideoDiT
+from vsa.models.network import Network
 
 MAPS = {"coarse_gate": "coarse gate", "fine_gate": "fine gate", "coarse_share": "coarse share of the output"}
 """Per-token quantities shown on the page, with their labels."""
@@ -95,7 +95,7 @@ class Inspection:
 
 @torch.no_grad()
 def inspect_clip(
-    model: VideoDiT,
+    model: Network,
     latents: Tensor,
     text: Tensor,
     text_mask: Tensor | None,

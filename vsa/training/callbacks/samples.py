@@ -14,7 +14,6 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
 from vsa.attention.denoising import DenoisingPlan
-from vsa.attention.full import FullAttention
 from vsa.attention.kept_tiles import KeptTiles
 from vsa.attention.sparsity import SparsityPoint, check_points
 from vsa.data.examples import examples
@@ -231,10 +230,9 @@ class Samples(L.Callback):
 
     def _draw_attention(self, trainer: L.Trainer, run: LoadedRun, options: Sequence[SampleSettings]) -> None:
         # dense attention, and a top-k of all tiles, select nothing to draw
-        blocks: Any = run.model.blocks
         tiles = run.model.layout_for(options[0].latent_shape).num_video_tiles
         sparse = [settings for settings in options if settings.topk.at(0.5).mean(tiles) < tiles]
-        if sparse and not isinstance(blocks[0].method, FullAttention):
+        if sparse and not run.model.is_dense:
             picture = self.run_dir / "attention.png"
             with never_fatal(str(picture)):
                 draw_attention(run, self.prompts[0], sparse[0], picture if trainer.is_global_zero else None)

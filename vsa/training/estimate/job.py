@@ -16,8 +16,8 @@ from vsa.attention.kept_tiles import KeptTiles
 from vsa.attention.layout import TileLayout
 from vsa.data.parallel_dims import ParallelDims
 from vsa.models.flops import linear_flops
+from vsa.models.network import Network
 from vsa.models.recompute import Level
-from vsa.models.video_dit import VideoDiT
 from vsa.training.estimate.block import BlockShape
 
 FORWARD, TRAINING = False, True
@@ -36,7 +36,7 @@ class PlannedNetwork:
     """
 
     name: str
-    model: VideoDiT
+    model: Network
     passes: Mapping[bool, float]
     updates: float = 0.0
 
@@ -113,7 +113,7 @@ class Job:
             tokens=self.batch * layout.num_tokens,
             text=self.batch * self.text,
             dim=network.model.dim,
-            ffn_dim=block.ffn.net[0].proj.out_features,
+            ffn_dim=network.model.ffn_dim,
             heads=network.model.num_heads,
             gates=len(block.method.extra_modules()),
             tiles=self.batch * tiles,

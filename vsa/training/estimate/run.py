@@ -266,7 +266,7 @@ def _levels(estimate: Estimate) -> list[str]:
 def with_dense_attention(module: Any) -> Callable[[Job], Job] | None:
     """Function that replaces the attention of a job's first network by dense attention; None if it is dense."""
     (first, *others) = module.planned_networks()
-    if isinstance(first.model.blocks[0].method, FullAttention):
+    if first.model.is_dense:
         return None
     with without_memory():
         model = first.model.with_attention(FullAttention)

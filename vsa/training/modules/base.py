@@ -27,7 +27,7 @@ from vsa.errors import told_together
 from vsa.evaluation.figures import loss_curve
 from vsa.models.flops import FlopCount
 from vsa.models.init import without_memory
-from vsa.models.video_dit import VideoDiT
+from vsa.models.network import Network
 from vsa.settings import Count, NonNegative, Seed, checked
 from vsa.training.estimate.job import TRAINING, PlannedNetwork
 from vsa.training.gradients import GradientClipper, refuse_training_free
@@ -112,7 +112,7 @@ class DiffusionModule(L.LightningModule):
     def __init__(
         self,
         *,
-        model: Callable[..., VideoDiT],
+        model: Callable[..., Network],
         optim: AdamW,
         sparsity: SparsitySchedule,
         parallel: ParallelPlan,
@@ -124,7 +124,7 @@ class DiffusionModule(L.LightningModule):
         validation_seed: Seed | None = None,
     ):
         super().__init__()
-        self.model: VideoDiT = None  # type: ignore[assignment] (made in configure_model)
+        self.model: Network = None  # type: ignore[assignment] (made in configure_model)
         self.sparsity = sparsity
         self.latent_scale = latent_scale
         self.statistics: LatentStatistics = None  # type: ignore[assignment] (known in setup)
@@ -193,7 +193,7 @@ class DiffusionModule(L.LightningModule):
         std = std.square().mean().sqrt().expand_as(std) if self.latent_scale == "shared" else std
         return LatentStatistics(mean=data.latent_mean, std=std)
 
-    def check_start(self, model: VideoDiT, data: PlanDataModule, size: JobSize) -> None:
+    def check_start(self, model: Network, data: PlanDataModule, size: JobSize) -> None:
         """Refuse data and settings that do not fit the model, before the model is allocated.
 
         Args:
@@ -217,11 +217,11 @@ class DiffusionModule(L.LightningModule):
         shapes = list(data.buckets)
         # a top-k above the tiles of every bucket is an error; smaller buckets clamp it
         tiles = max(model.layout_for(shape).num_video_tiles for shape in shapes)
-        method: Any = model.blocks[0].method
         if tiles == 1 and model.selects:
+            largest = max(shapes, key=lambda shape: math.prod(shape[1:]))
             raise ValueError(
-                f"attention.tile_thw={list(method.tile_thw)} makes one tile of the largest latents, "
-                f"{max(shapes, key=lambda shape: math.prod(shape[1:]))}: there is nothing to select"
+                f"attention.tile_thw={list(model.layout_for(largest).tile_thw or ())} makes one tile of the largest "
+                f"latents, {largest}: there is nothing to select"
             )
         # attention that selects no tiles ignores the top-k
         self.sparsity.check(tiles if model.selects else 1, len(model.blocks))
@@ -230,7 +230,7 @@ class DiffusionModule(L.LightningModule):
         if self.model is not None:
             return
 
-        def make() -> VideoDiT:
+        def make() -> Network:
             model = self._model_factory()
             self.prepare_model(model)
             return model
@@ -250,7 +250,7 @@ class DiffusionModule(L.LightningModule):
             self.prepare_model(model)
         return (PlannedNetwork(name="model", model=model, passes={TRAINING: 1.0}, updates=1.0),)
 
-    def prepare_model(self, model: VideoDiT) -> None:
+    def prepare_model(self, model: Network) -> None:
         """Apply the changes of a job to a new network, before it is sharded."""
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -274,7 +274,7 @@ class DiffusionModule(L.LightningModule):
             self.prepare_model(model)
         refuse_training_free(model)
 
-    def gates_of(self, model: VideoDiT) -> Gates:
+    def gates_of(self, model: Network) -> Gates:
         """Which gates `init_from` must contain: by default those of the model."""
         return "required" if gate_names(model) else "absent"
 
@@ -380,7 +380,7 @@ class DiffusionModule(L.LightningModule):
         """Mean of `topk_after` over training samples."""
         return self.topk_after(latent_shape, steps).expected(self._share(self.model, tuple(latent_shape)))
 
-    def _share(self, network: VideoDiT, shape: tuple[int, ...]) -> Callable[[float, float], float]:
+    def _share(self, network: Network, shape: tuple[int, ...]) -> Callable[[float, float], float]:
         """Function that gives the fraction of training samples whose denoising progress lies in a range."""
         return partial(self.objective.progress_share, num_tokens=network.layout_for(shape).num_tokens)
 
@@ -388,7 +388,7 @@ class DiffusionModule(L.LightningModule):
         """Training FLOPs of one sample in optimizer step `step` (from 0)."""
         return self.flops_of(self.model, batch, step, training=True)
 
-    def flops_of(self, network: VideoDiT, batch: VideoBatch, step: int, *, training: bool) -> FlopCount:
+    def flops_of(self, network: Network, batch: VideoBatch, step: int, *, training: bool) -> FlopCount:
         """FLOPs of one sample in one pass of a network, forward only or with backward, at the mean top-k of the
         training samples."""
         shape = tuple(batch.latents.shape[1:])
@@ -457,7 +457,7 @@ class DiffusionModule(L.LightningModule):
             "allowed_changes": self._changes,
             LEVEL: self.parallel.level,
             # a resume asks for the names before there is a network
-            BACKEND: getattr(self.model, "attention_backend", None),
+            BACKEND: self.model and self.model.attention_backend,
             "latent_mean": self.statistics.mean.tolist(),
             "latent_std": self.statistics.std.tolist(),
         }

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from vsa.models.network import Network
 from vsa.models.sharding import sharded
-from vsa.models.video_dit import VideoDiT
 from vsa.objectives.discriminator import Discriminator, Gan
 from vsa.objectives.step_embedding import StepEmbedding
 from vsa.training.gradients import GradientClipper
@@ -37,7 +37,7 @@ class FakeScore(nn.Module):
 
     def __init__(
         self,
-        make: Callable[[], VideoDiT],
+        make: Callable[[], Network],
         *,
         recipe: AdamW,
         clipper: GradientClipper,
@@ -45,7 +45,7 @@ class FakeScore(nn.Module):
         num_steps: int | None = None,
     ):
         super().__init__()
-        self.network: VideoDiT = None  # type: ignore[assignment] (made in build)
+        self.network: Network = None  # type: ignore[assignment] (made in build)
         self.discriminator: Discriminator | None = None
         self.steps: StepEmbedding | None = None
         self.clipper = clipper

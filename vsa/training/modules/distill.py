@@ -24,7 +24,7 @@ from vsa.diffusion.latent_statistics import LatentStatistics
 from vsa.evaluation.figures import health_curves
 from vsa.models.flops import FlopCount, weighted_flops
 from vsa.models.init import without_memory
-from vsa.models.video_dit import VideoDiT
+from vsa.models.network import Network
 from vsa.objectives.distribution_matching import DistributionMatching, NegativeText, Networks, ScoredRollout
 from vsa.objectives.flow_matching import VALIDATION_SEED
 from vsa.settings import AtLeastOne, Count, NonNegative, checked
@@ -154,7 +154,7 @@ class DistillModule(DiffusionModule):
             if before != now:
                 raise ValueError(f"{checkpoint.path} was trained with {name}={before}, the settings have {now}")
 
-    def check_start(self, model: VideoDiT, data: PlanDataModule, size: JobSize) -> None:
+    def check_start(self, model: Network, data: PlanDataModule, size: JobSize) -> None:
         super().check_start(model, data, size)
         turns = self.cycle.generator_updates(size.max_steps)
         total = getattr(self._optim.schedule, "total_steps", turns)
@@ -164,7 +164,7 @@ class DistillModule(DiffusionModule):
                 f"trainer.max_steps={size.max_steps}: its learning rate would end before the run"
             )
 
-    def gates_of(self, model: VideoDiT) -> Gates:
+    def gates_of(self, model: Network) -> Gates:
         return self.gates
 
     @property

@@ -18,7 +18,7 @@ from vsa.checkpoints.lora import LoRA
 from vsa.checkpoints.wan import Gates
 from vsa.data.batch import VideoBatch
 from vsa.diffusion.latent_statistics import LatentStatistics
-from vsa.models.video_dit import VideoDiT
+from vsa.models.network import Network
 from vsa.objectives.flow_matching import FinetuneLoss, LossTerms
 from vsa.settings import checked
 from vsa.training.estimate.job import FORWARD, PlannedNetwork
@@ -75,7 +75,7 @@ class FinetuneModule(PretrainModule):
         make_teacher = partial(self._model_factory, attention=FullAttention)
         self._teacher = Teacher(make_teacher, teacher) if objective.needs_teacher else None
 
-    def prepare_model(self, model: VideoDiT) -> None:
+    def prepare_model(self, model: Network) -> None:
         """Add adapters and freeze the other parameters."""
         roles = model.parameter_roles()
         patterns = self.trainable
@@ -91,7 +91,7 @@ class FinetuneModule(PretrainModule):
         for name, parameter in own.items():
             parameter.requires_grad_(name in trainable_names)
 
-    def gates_of(self, model: VideoDiT) -> Gates:
+    def gates_of(self, model: Network) -> Gates:
         return self.gates
 
     def check_weights(self, data: PlanDataModule) -> None:

@@ -14,7 +14,7 @@ from vsa.checkpoints.run_checkpoint import Checkpoint
 from vsa.checkpoints.wan import Gates, gate_names
 from vsa.checkpoints.weight_source import WeightSource, open_weights
 from vsa.models.init import without_memory
-from vsa.models.video_dit import VideoDiT
+from vsa.models.network import Network
 from vsa.training.parallel import ParallelPlan, build_model
 
 if TYPE_CHECKING:
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from vsa.data.datamodule import PlanDataModule
 
 
-def gates_from_dense(model: VideoDiT) -> Gates:
+def gates_from_dense(model: Network) -> Gates:
     """Gates of `model` after loading a dense checkpoint: initial, or absent if it has none."""
     return "initial" if gate_names(model) else "absent"
 
 
-def refuse_other_network(start: WeightSource, make: Callable[[], VideoDiT], role: str) -> None:
+def refuse_other_network(start: WeightSource, make: Callable[[], Network], role: str) -> None:
     """Raise ValueError if dense weights do not fit the network that `make` builds; nothing is allocated."""
     with without_memory():
         network = make()
@@ -46,12 +46,12 @@ class Teacher:
         spec: dense checkpoint; None: the initial weights of the run.
     """
 
-    def __init__(self, make: Callable[[], VideoDiT], spec: str | None):
+    def __init__(self, make: Callable[[], Network], spec: str | None):
         self._make, self._spec = make, spec
         self._start: WeightSource | None = None
         self._digest = ""
         # in a list, so that the LightningModule does not register the network as a submodule
-        self._network: list[VideoDiT] = []
+        self._network: list[Network] = []
 
     @property
     def start(self) -> WeightSource:
@@ -59,13 +59,13 @@ class Teacher:
         assert self._start is not None
         return self._start
 
-    def planned(self) -> VideoDiT:
+    def planned(self) -> Network:
         """Its network on the meta device."""
         with without_memory():
             return self._make()
 
     @property
-    def network(self) -> VideoDiT:
+    def network(self) -> Network:
         """Its network, after `build`."""
         return self._network[0]
 
@@ -113,7 +113,7 @@ class Teacher:
     def build(self, mesh: DeviceMesh | None, plan: ParallelPlan) -> None:
         """Build the network, frozen; `load` fills its weights."""
 
-        def make() -> VideoDiT:
+        def make() -> Network:
             return self._make().eval().requires_grad_(False)
 
         if not self._network:
