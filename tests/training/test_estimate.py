@@ -109,7 +109,7 @@ SPARSE = {gates: partial(VideoSparseAttention, tile_thw=(2, 2, 2), fine_gate=gat
 
 def _shape(job: Job) -> BlockShape:
     # a CPU has no RMSNorm of one kernel
-    return replace(job.block(job.networks[0]), fused_norms=False)
+    return replace(_block(job), fused_norms=False)
 
 
 @pytest.mark.filterwarnings("ignore:tiles .* are .* full")
@@ -185,7 +185,8 @@ def test_the_workspace_of_tiles_of_128_belongs_to_the_backward_of_a_block():
 
 
 def _block(job: Job) -> BlockShape:
-    return job.block(job.networks[0])
+    (shape,) = job.blocks(job.networks[0])
+    return shape
 
 
 H200 = GPUS[0]

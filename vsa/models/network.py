@@ -40,7 +40,8 @@ class Network(nn.Module):
         out_channels: channels of the velocity.
         image_dim: width of the image tokens of image-to-video models, None without them.
         patch_size: latent frames, rows, columns per token.
-        blocks: one module per layer, in their order; sharding gathers the parameters of one at a time.
+        blocks: one module per layer, in their order, with its `method` and level of `activation_checkpointing`;
+            sharding gathers the parameters of one at a time.
         compute_dtype: dtype that parameters are rounded to in the forward pass (`compute_in`); None: their own.
     """
 
@@ -89,7 +90,7 @@ class Network(nn.Module):
     @property
     def attention_layers(self) -> Sequence[AttentionMethod]:
         """Self-attention methods, one per layer."""
-        raise NotImplementedError
+        return [block.method for block in self._layers]
 
     @property
     def attention_projections(self) -> Sequence[nn.Module]:
@@ -142,11 +143,12 @@ class Network(nn.Module):
     @property
     def activation_checkpointing(self) -> Level:
         """The part of each block that the backward pass recomputes, see `vsa.models.recompute`."""
-        raise NotImplementedError
+        return self._layers[0].activation_checkpointing
 
     @activation_checkpointing.setter
     def activation_checkpointing(self, level: Level) -> None:
-        raise NotImplementedError
+        for block in self._layers:
+            block.activation_checkpointing = level
 
     def compile_blocks(self, *, backend: str = "inductor") -> None:
         """Compile the body that all blocks share as one graph, without sharding hooks and full checkpointing.
@@ -197,6 +199,10 @@ class Network(nn.Module):
                 device = next(self.parameters()).device
                 return method.backend or resolve_backend(None, device, torch.float32, method.head_dim)  # type: ignore
         return None
+
+    @property
+    def _layers(self) -> list[Any]:
+        return list(self.blocks)
 
     def layout_for(self, latent_shape: Sequence[int], device: torch.device | str | None = None) -> TileLayout:
         """Tile layout of a latent shape `[C, T, H, W]`, that of every layer which is not dense; dense ones take any.

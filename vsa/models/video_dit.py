@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any, TypeVar, cast
+from typing import Annotated, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +32,6 @@ from vsa.models.embeddings import (
 )
 from vsa.models.init import Init, init_parameters
 from vsa.models.network import Network, Role
-from vsa.models.recompute import Level
 from vsa.models.rope import axis_dims, rope_tables, sincos_table
 from vsa.settings import Bound, Positive, checked
 
@@ -190,10 +189,6 @@ class VideoDiT(Network):
         return t, h, w
 
     @property
-    def attention_layers(self) -> Sequence[AttentionMethod]:
-        return [block.method for block in self._layers]
-
-    @property
     def attention_projections(self) -> Sequence[nn.Module]:
         return [block.attn1.projection for block in self._layers]
 
@@ -256,15 +251,6 @@ class VideoDiT(Network):
             "absolute_positions": self.absolute_positions,
         }
 
-    @property
-    def activation_checkpointing(self) -> Level:
-        return self._layers[0].activation_checkpointing
-
-    @activation_checkpointing.setter
-    def activation_checkpointing(self, level: Level) -> None:
-        for block in self._layers:
-            block.activation_checkpointing = level
-
     def compile_blocks(self, *, backend: str = "inductor") -> None:
         run = compiled_body(backend=backend)
         for block in self._layers:
@@ -278,10 +264,6 @@ class VideoDiT(Network):
         if layer.startswith("condition_embedder.image_embedder.") or layer.endswith((".add_k_proj", ".add_v_proj")):
             return image_len
         return num_tokens
-
-    @property
-    def _layers(self) -> list[TransformerBlock]:
-        return cast("list[TransformerBlock]", list(self.blocks))
 
     def _rope(self, grid: Grid, layout: TileLayout) -> tuple[Tensor, Tensor]:
         cos, sin = rope_tables(grid, self.head_dim, layout.device, self.rope_theta)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from typing import Any
 
 import torch
 from vsa_kernels import BlockIndex
 from vsa_kernels.block_sparse.dispatch import kernels_of
 from vsa_kernels.block_sparse.mask import BlockMask
 
+from vsa.attention.base import AttentionMethod
 from vsa.attention.kept_tiles import KeptTiles
 from vsa.attention.layout import TileLayout
 from vsa.data.parallel_dims import ParallelDims
@@ -51,9 +52,9 @@ class PlannedNetwork:
         return sum(p.numel() for p in self.model.parameters() if p.requires_grad) if self.updates else 0
 
     @cached_property
-    def block_parameters(self) -> int:
-        """Number of parameters of one block."""
-        return sum(p.numel() for p in self.model.blocks[0].parameters())
+    def block_parameters(self) -> Sequence[int]:
+        """Number of parameters of every block."""
+        return [sum(p.numel() for p in block.parameters()) for block in self.model.blocks]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,19 +104,24 @@ class Job:
         """Tokens of a sample."""
         return layout_of(network, self.latent_shape).num_tokens
 
-    def block(self, network: PlannedNetwork) -> BlockShape:
-        """A block of a network, with the sizes of a micro-batch."""
-        block: Any = network.model.blocks[0]
-        layout = layout_of(network, self.latent_shape)
-        tiles = layout.num_video_tiles if runs_operator(network, layout.num_video_tiles, self.topk) else 0
+    def blocks(self, network: PlannedNetwork) -> Mapping[BlockShape, int]:
+        """Kinds of blocks of a network, with the sizes of a micro-batch, and the number of layers of each."""
+        tiles = layout_of(network, self.latent_shape).num_video_tiles
+        kinds = Counter(
+            (len(method.extra_modules()), tiles if runs_operator(method, tiles, self.topk) else 0)
+            for method in network.model.attention_layers
+        )
+        return {self._block(network, *kind): layers for kind, layers in kinds.items()}
+
+    def _block(self, network: PlannedNetwork, gates: int, tiles: int) -> BlockShape:
         topk = int(max(self.topk.layers))
         return BlockShape(
-            tokens=self.batch * layout.num_tokens,
+            tokens=self.batch * self.tokens(network),
             text=self.batch * self.text,
             dim=network.model.dim,
             ffn_dim=network.model.ffn_dim,
             heads=network.model.num_heads,
-            gates=len(block.method.extra_modules()),
+            gates=gates,
             tiles=self.batch * tiles,
             # index lists are padded to a multiple of 32
             capacity=-(-topk // 32) * 32,
@@ -151,6 +157,6 @@ def _linear(network: PlannedNetwork, tokens: int, text: int, part: str) -> float
     return linear_flops(network.model, num_tokens=tokens, text_len=text, part=part)
 
 
-def runs_operator(network: PlannedNetwork, tiles: int, topk: KeptTiles) -> bool:
-    """Whether a network selects tiles, and fewer than all of them."""
-    return network.model.selects and min(topk.layers) < tiles
+def runs_operator(method: AttentionMethod, tiles: int, topk: KeptTiles) -> bool:
+    """Whether a layer selects tiles, and fewer than all of them."""
+    return method.selects and min(topk.layers) < tiles

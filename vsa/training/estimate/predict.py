@@ -65,27 +65,28 @@ def _held(parameters: float, job: Job) -> float:
 
 def _moments(job: Job, network: PlannedNetwork) -> list[Parts]:
     """Bytes of a network's update at the points of a step that can be its peak."""
-    shape, layers = job.block(network), len(network.model.blocks)
+    blocks = job.blocks(network)
     gradients = _held(network.trained, job)
     if job.micro_batches > 1 and job.sharded and not job.reduce_each:
         # unsharded sum until the last micro-batch
         gradients = SINGLE * float(network.trained)
     # the outermost layers, the current block and, in shards, the prefetched one
     largest = max(job.networks, key=lambda n: n.parameters) if job.sharded else network
-    outside = largest.parameters - layers * largest.block_parameters
-    rounded = HALF * (outside + (1.0 + job.sharded) * largest.block_parameters)
+    outside = largest.parameters - sum(largest.block_parameters)
+    rounded = HALF * (outside + (1.0 + job.sharded) * max(largest.block_parameters))
     if not job.sharded and job.level != "full":
         # layers round their parameters where they use them; what is not computed again keeps the result
         rounded = HALF * float(network.parameters)
-    activations, turn = kept_bytes(shape, job.level), turn_bytes(shape, job.level)
-    head = head_bytes(shape)
+    activations = sum(layers * kept_bytes(shape, job.level) for shape, layers in blocks.items())
+    one, turn = (max(count(shape, job.level) for shape in blocks) for count in (kept_bytes, turn_bytes))
+    head = max(map(head_bytes, blocks))
     begun = gradients if job.micro_batches > 1 else 0.0
     before = gradients if job.keeps_gradients else begun
     work = {"parameters in bf16": rounded}
     return [
-        {**work, "gradients": before, "activations": layers * activations, "last layers": head},
-        {**work, "gradients": begun, "activations": layers * activations, "a block in its backward": turn},
-        {**work, "gradients": gradients, "activations": activations, "a block in its backward": turn},
+        {**work, "gradients": before, "activations": activations, "last layers": head},
+        {**work, "gradients": begun, "activations": activations, "a block in its backward": turn},
+        {**work, "gradients": gradients, "activations": one, "a block in its backward": turn},
         {"gradients": gradients} | ({} if job.fused else {"AdamW's temporaries": _held(network.trained, job)}),
     ]
 
@@ -139,8 +140,8 @@ def step_seconds(job: Job, gpu: Gpu) -> Parts:
         0.0,
     )
     for network in job.networks:
-        shape, layers = job.block(network), len(network.model.blocks)
-        traffic, head = block_traffic(shape), head_traffic(shape)
+        blocks, layers = job.blocks(network), len(network.model.blocks)
+        head = head_traffic(next(iter(blocks)))
         linear, again = job.linear(network), _again(job, network)
         for kind, times in network.passes.items():
             training = kind == TRAINING
@@ -154,11 +155,11 @@ def step_seconds(job: Job, gpu: Gpu) -> Parts:
             cross = 4 * network.model.dim * job.tokens(network) * keys * layers * ((3.5 if training else 1) + twice)
             parts["attention to text"] += samples * times * cross / gpu.cross_flops
             # recomputation repeats elementwise work in proportion to its products
-            block_bytes = traffic.forward * (1 + min(1.0, fraction)) + traffic.backward * training
-            outside = head.forward + head.backward * training
-            parts["elementwise and norms"] += (
-                job.micro_batches * times * (layers * block_bytes + outside) / gpu.copy_bytes
-            )
+            moved = head.forward + head.backward * training
+            for shape, count in blocks.items():
+                traffic = block_traffic(shape)
+                moved += count * (traffic.forward * (1 + min(1.0, fraction)) + traffic.backward * training)
+            parts["elementwise and norms"] += job.micro_batches * times * moved / gpu.copy_bytes
             if job.sharded:
                 copied = _GATHER * (2 if training else 1) * network.parameters * job.micro_batches * times
                 parts["copies of parameters"] += copied / gpu.sharding_bytes
@@ -199,15 +200,19 @@ def _attention(job: Job, network: PlannedNetwork, gpu: Gpu, *, training: bool, t
     model = network.model
     layout = layout_of(network, job.latent_shape)
     tiles = layout.num_video_tiles
-    operator = runs_operator(network, tiles, job.topk)
-    rates = gpu.operator_flops if operator else gpu.dense_flops
-    assert rates is not None
-    rate = rates[min(rates, key=lambda dim: abs(dim - model.head_dim))]
-    pairs = sum(model.pairs(layout, job.topk if operator else None))
-    if operator:
-        # a partly filled tile costs as much as a full one
-        pairs *= (tiles * layout.video_blocks.max_size / layout.num_tokens) ** 2
-    return rate.seconds(4 * model.dim * pairs, forwards=2 if twice else 1, backward=training)
+    runs = [runs_operator(method, tiles, job.topk) for method in model.attention_layers]
+    seconds = 0.0
+    for operator in set(runs):
+        rates = gpu.operator_flops if operator else gpu.dense_flops
+        assert rates is not None
+        rate = rates[min(rates, key=lambda dim: abs(dim - model.head_dim))]
+        each = model.pairs(layout, job.topk if operator else None)
+        pairs = sum(count for count, own in zip(each, runs, strict=True) if own == operator)
+        if operator:
+            # a partly filled tile costs as much as a full one
+            pairs *= (tiles * layout.video_blocks.max_size / layout.num_tokens) ** 2
+        seconds += rate.seconds(4 * model.dim * pairs, forwards=2 if twice else 1, backward=training)
+    return seconds
 
 
 def _exposed(job: Job, gpu: Gpu, computing: float) -> float:
@@ -221,5 +226,5 @@ def _exposed(job: Job, gpu: Gpu, computing: float) -> float:
         gathers = HALF * network.parameters * passes * job.micro_batches
         reductions = SINGLE * network.trained * network.updates * (job.micro_batches if job.reduce_each else 1)
         total += share * (gathers + reductions) / gpu.link_bytes
-        edges += share * (HALF * passes + SINGLE * network.updates) * network.block_parameters / gpu.link_bytes
+        edges += share * (HALF * passes + SINGLE * network.updates) * max(network.block_parameters) / gpu.link_bytes
     return max(edges, total - computing)
