@@ -9,17 +9,26 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 HEAVY = ("lightning", "hydra", "omegaconf", "webdataset", "wandb", "diffusers", "transformers", "av")
+VIDEO_DIT = "vsa.models.video_dit"
+WATCHED = (*HEAVY, VIDEO_DIT)
+WHOLE_TRAINING = """
+import importlib, pkgutil, vsa.training
+for module in pkgutil.walk_packages(vsa.training.__path__, "vsa.training."):
+    importlib.import_module(module.name)
+"""
 
 
 # what a statement may load
 ALLOWED = {
     "import vsa_kernels": set(),
-    "import vsa.models.video_dit, vsa.attention.video_sparse, vsa.diffusion.sampler": set(),
+    "import vsa.models.video_dit, vsa.attention.video_sparse, vsa.diffusion.sampler": {VIDEO_DIT},
     "import vsa.data.shards": {"webdataset"},
     # lightning itself may load transformers
     "import vsa.training.modules.pretrain": {"lightning", "transformers"},
     # None in sys.modules makes every import of the name fail
-    "sys.modules['triton'] = None\nimport vsa_kernels, vsa.models.video_dit": set(),
+    "sys.modules['triton'] = None\nimport vsa_kernels, vsa.models.video_dit": {VIDEO_DIT},
+    # a network is known by its protocol
+    WHOLE_TRAINING: set(HEAVY),
 }
 FORBIDDEN = "import omegaconf"
 
@@ -36,7 +45,7 @@ def loaded() -> dict[str, set[str]]:
         for statement in {[*ALLOWED, FORBIDDEN]!r}:
             if os.fork() == 0:
                 exec(statement)
-                print(json.dumps([statement, [name for name in {HEAVY!r} if name in sys.modules]]), flush=True)
+                print(json.dumps([statement, [name for name in {WATCHED!r} if name in sys.modules]]), flush=True)
                 os._exit(0)
             assert os.wait()[1] == 0, statement
     """

@@ -5,8 +5,9 @@ B batch, C T H W latent channels, frames, rows, columns, L video tokens, S text 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,9 +19,11 @@ from vsa.attention.denoising import DenoisingPass
 from vsa.attention.kept_tiles import KeptTiles
 from vsa.attention.layout import Segment, TileLayout
 from vsa.attention.tiling import Grid
+from vsa.models.compute_dtype import compute_in
 from vsa.models.flops import FlopCount, count_flops
 from vsa.models.recompute import Level
 
+Module = TypeVar("Module", bound=nn.Module)
 Role = Literal["matrix", "vector", "embedding", "gate", "head"]
 
 
@@ -38,10 +41,11 @@ class Network(nn.Module):
         ffn_dim: width of the feed-forward layers.
         in_channels: latent channels of the input, concatenated conditions included.
         out_channels: channels of the velocity.
+        text_dim: E.
         image_dim: width of the image tokens of image-to-video models, None without them.
         patch_size: latent frames, rows, columns per token.
-        blocks: one module per layer, in their order, with its `method` and level of `activation_checkpointing`;
-            sharding gathers the parameters of one at a time.
+        blocks: one module per layer, in their order, with its `method`, `replace_method` and level of
+            `activation_checkpointing`, as in `TransformerBlock`; sharding gathers the parameters of one at a time.
         compute_dtype: dtype that parameters are rounded to in the forward pass (`compute_in`); None: their own.
     """
 
@@ -51,6 +55,7 @@ class Network(nn.Module):
     ffn_dim: int
     in_channels: int
     out_channels: int
+    text_dim: int
     image_dim: int | None
     patch_size: Grid
     blocks: nn.ModuleList
@@ -106,16 +111,6 @@ class Network(nn.Module):
         """Self-attention output `[1, L, C]` of a layer for its normalised, modulated input h `[1, L, C]`.
 
         Both are in the order of `ctx.layout`, the layout of one video.
-        """
-        raise NotImplementedError
-
-    def with_attention(self, attention: Callable[..., AttentionMethod]) -> Network:
-        """This network with other attention methods; all other parameters are shared, not copied.
-
-        The parameters of a method have the values that its constructor sets.
-
-        Args:
-            attention: factory of the methods from `dim`, `num_heads`, `head_dim`, `layer_idx`.
         """
         raise NotImplementedError
 
@@ -226,6 +221,27 @@ class Network(nn.Module):
                 )
         return layout
 
+    @torch.no_grad()
+    def with_attention(self, attention: Callable[..., AttentionMethod]) -> Network:
+        """This network with other attention methods; all other parameters are shared, not copied.
+
+        The parameters of a method have the values that its constructor sets.
+
+        Args:
+            attention: factory of the methods from `dim`, `num_heads`, `head_dim`, `layer_idx`.
+        """
+        model, blocks = _shallow_copy(self), []
+        for layer_idx, block in enumerate(self._layers):
+            # a comparison must not change the random state of its caller
+            with torch.random.fork_rng(devices=[]):
+                made = attention(dim=self.dim, num_heads=self.num_heads, head_dim=self.head_dim, layer_idx=layer_idx)
+            made.check_model(len(self.blocks))
+            made = made.to(next(self.parameters())).train(self.training)
+            blocks.append(_shallow_copy(block).replace_method(made))
+        model.blocks = nn.ModuleList(blocks).train(self.training)
+        compute_in(model, self.compute_dtype)
+        return model
+
     def flops(
         self,
         latent_shape: Sequence[int],
@@ -257,4 +273,15 @@ class Network(nn.Module):
         if topk is None:
             return [method.expected_pairs(layout) for method in methods]
         counts = KeptTiles.of(topk).largest().by_layer(len(methods))
-        return [method.pairs(layout, k) for method, k in zip(methods, counts, strict=True)]
+        # a top-k says nothing about the layers that select by another rule, or not at all
+        return [
+            method.pairs(layout, k) if method.selects else method.expected_pairs(layout)
+            for method, k in zip(methods, counts, strict=True)
+        ]
+
+
+def _shallow_copy(module: Module) -> Module:
+    """A new module that shares the parameters and submodules of another one."""
+    copied = copy.copy(module)
+    copied._modules = dict(module._modules)
+    return copied

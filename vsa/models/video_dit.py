@@ -5,10 +5,9 @@ B batch, C T H W latent channels, frames, rows, columns, L video tokens, S text 
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +19,7 @@ from vsa.attention.kept_tiles import KeptTiles
 from vsa.attention.layout import TileLayout
 from vsa.models.blocks import Conditioning, TransformerBlock
 from vsa.models.compiled import compiled_body
-from vsa.models.compute_dtype import compute_in, rounded
+from vsa.models.compute_dtype import rounded
 from vsa.models.embeddings import (
     ConditionEmbedder,
     Grid,
@@ -35,7 +34,6 @@ from vsa.models.network import Network, Role
 from vsa.models.rope import axis_dims, rope_tables, sincos_table
 from vsa.settings import Bound, Positive, checked
 
-Module = TypeVar("Module", bound=nn.Module)
 # far above those of any model, far below those that are built for ever
 Size = Annotated[int, Bound(">=", 1), Bound("<=", 4096)]
 Patch = Annotated[int, Bound(">=", 1), Bound("<=", 64)]
@@ -227,20 +225,6 @@ class VideoDiT(Network):
 
         return {name: role(name, parameter) for name, parameter in self.named_parameters()}
 
-    @torch.no_grad()
-    def with_attention(self, attention: Callable[..., AttentionMethod]) -> VideoDiT:
-        model, blocks = _shallow_copy(self), []
-        for layer_idx, block in enumerate(self._layers):
-            # a comparison must not change the random state of its caller
-            with torch.random.fork_rng(devices=[]):
-                made = attention(dim=self.dim, num_heads=self.num_heads, head_dim=self.head_dim, layer_idx=layer_idx)
-            made.check_model(len(self.blocks))
-            made = made.to(self.proj_out.weight).train(self.training)
-            blocks.append(_shallow_copy(block).replace_method(made))
-        model.blocks = nn.ModuleList(blocks).train(self.training)
-        compute_in(model, self.compute_dtype)
-        return model
-
     def fixed_settings(self) -> dict[str, Any]:
         return {
             "num_attention_heads": self.num_heads,
@@ -300,10 +284,3 @@ class VideoDiT(Network):
         if (image_embeds is None) != (self.image_dim is None):
             shape = None if image_embeds is None else list(image_embeds.shape)
             raise ValueError(f"image_embeds must be set exactly if image_dim is: {self.image_dim}, got {shape}")
-
-
-def _shallow_copy(module: Module) -> Module:
-    """A new module that shares the parameters and submodules of another one."""
-    copied = copy.copy(module)
-    copied._modules = dict(module._modules)
-    return copied

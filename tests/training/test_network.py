@@ -1,0 +1,135 @@
+"""Tasks, sampling and estimates know a network by its protocol: a second one, and layers of two methods."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import pytest
+import torch
+
+import vsa.config
+from tests.tiny_models import LATENT as TINY_LATENT
+from tests.tiny_models import make_model
+from tests.tiny_network import TARGETS, DenseThenSparse, TinyNetwork
+from vsa.attention.full import FullAttention
+from vsa.attention.kept_tiles import KeptTiles
+from vsa.attention.sparge.method import SpargeAttention
+from vsa.attention.video_sparse import VideoSparseAttention
+from vsa.checkpoints.convert import Conversion, convert
+from vsa.checkpoints.weight_source import open_weights
+from vsa.sampling.pipeline import generate, load_run
+from vsa.training.estimate.gpus import GPUS
+from vsa.training.estimate.job import TRAINING, Job, PlannedNetwork
+from vsa.training.estimate.predict import step_seconds
+from vsa.training.gradients import refuse_training_free
+
+pytestmark = pytest.mark.filterwarnings("ignore:tiles .* are .* full")
+
+TINY = f"model._target_={TARGETS}TinyNetwork"
+MIXED = f"attention._target_={TARGETS}DenseThenSparse"
+
+
+SPARSE = partial(VideoSparseAttention, tile_thw=(1, 2, 2))
+LATENT = (16, 2, 8, 8)
+
+
+@pytest.fixture(autouse=True)
+def configs_name_test_classes(monkeypatch):
+    monkeypatch.setattr(vsa.config, "ALLOWED_TARGETS", (*vsa.config.ALLOWED_TARGETS, TARGETS))
+
+
+@pytest.mark.parametrize("overrides", [(TINY,), (MIXED,), (TINY, MIXED)], ids=lambda o: " ".join(o))
+def test_it_trains_resumes_and_samples(training, overrides):
+    training(*overrides, "run=whole")
+    training(*overrides, "run=twice", "trainer.max_steps=2")
+    training(*overrides, "run=twice", "ckpt_path=last")
+    losses = training.losses("whole")
+    assert sorted(losses) == [1, 2, 3, 4]
+    assert all(math.isfinite(float(loss)) for loss in losses.values())
+    assert training.losses("twice") == losses
+    whole, twice = training.tensors("whole"), training.tensors("twice")
+    assert whole.keys() == twice.keys()
+    assert all(torch.equal(whole[name], twice[name]) for name in whole)
+    gates = {name.split(".")[1] for name in whole if name.startswith("model/") and ".to_gate_compress" in name}
+    assert gates == ({"1"} if MIXED in overrides else {"0", "1"})
+
+    run = load_run(training.folder("whole"), device="cpu")
+    assert isinstance(run.model, TinyNetwork) == (TINY in overrides)
+    sparse, dense = (generate(run, ["a red circle"], run.settings(steps=1, at=at)) for at in ("current", "dense"))
+    assert sparse.isfinite().all()
+    # the layer that selects tiles shows
+    assert not torch.equal(sparse, dense)
+
+
+def test_layers_of_two_methods_are_counted_one_by_one(training, tmp_path):
+    training(MIXED, "trainer.max_steps=1")
+    source = open_weights(training.folder())
+    model = source.network()
+    assert [type(method) for method in model.attention_layers] == [FullAttention, DenseThenSparse]
+    assert (model.selects, model.predicts, model.is_dense) == (True, False, False)
+    # 8 tiles of 4 tokens; two tiles, and the 8 x 8 pairs of tiles
+    layout = model.layout_for(LATENT)
+    assert model.pairs(layout, 2) == [32 * 32, 32 * 2 * 4 + 8 * 8]
+    counted = model.flops(LATENT, 2, 10, training=False)
+    each = [model.with_attention(one).flops(LATENT, 2, 10, training=False) for one in (FullAttention, SPARSE)]
+    assert counted.self_attention == sum(one.self_attention for one in each) / 2
+    # one description for all layers would be wrong for half of them
+    with pytest.raises(ValueError, match=r"the model has FullAttention, DenseThenSparse"):
+        convert(source, tmp_path / "out", Conversion())
+
+
+def test_another_network_has_no_export(training, tmp_path):
+    training(TINY, "trainer.max_steps=1")
+    with pytest.raises(ValueError, match="TinyNetwork has no counterpart in WanTransformer3DModel"):
+        convert(open_weights(training.folder()), tmp_path / "out", Conversion())
+
+
+def test_layers_that_tile_in_two_ways_share_no_layout():
+    def attention(layer_idx, **sizes):
+        return VideoSparseAttention(tile_thw=(1, 2, 2 + layer_idx), layer_idx=layer_idx, **sizes)
+
+    with pytest.raises(ValueError, match="layers 0 and 1 have attention with different tiles or token orders"):
+        make_model(attention).layout_for(TINY_LATENT)
+    # layers that tile alike share one, and dense ones take it
+    assert make_model(SPARSE).layout_for(TINY_LATENT).tile_thw == (1, 2, 2)
+
+
+def test_a_training_free_layer_behind_others_is_refused():
+    def attention(layer_idx, **sizes):
+        method = SpargeAttention if layer_idx == 1 else FullAttention
+        return method(layer_idx=layer_idx, **sizes)
+
+    model = make_model(attention)
+    with pytest.raises(ValueError, match="attention=sparge is training-free"):
+        refuse_training_free(model)
+    # gradients of what follows the last attention pass no layer
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(model.follows_attention(name))
+    refuse_training_free(model)
+
+
+@pytest.mark.parametrize("words", [(TINY,), (MIXED,), ()], ids=lambda o: " ".join(o))
+def test_it_is_estimated(words, command_line):
+    plan = ("plan", "model=dit_tiny", "trainer.devices=1", "attention.tile_thw=[1,2,2]")
+    status, out, err = command_line(*plan, "--grid", "4", "8", "8", *words)
+    assert status == 0, err
+    assert "activation_checkpointing=auto takes none" in out
+
+
+def test_the_estimate_of_two_methods_lies_between_those_of_one():
+    def job(attention) -> Job:
+        model = make_model(attention, num_layers=2)
+        network = PlannedNetwork(name="model", model=model, passes={TRAINING: 1.0}, updates=1.0)
+        return Job(networks=[network], latent_shape=TINY_LATENT, text=7, topk=KeptTiles.of(4), batch=2)
+
+    def mixed(layer_idx, **sizes):
+        return (SPARSE if layer_idx else FullAttention)(layer_idx=layer_idx, **sizes)
+
+    full, both, sparse = (job(method) for method in (FullAttention, mixed, SPARSE))
+    kinds = [job.blocks(job.networks[0]) for job in (full, both, sparse)]
+    assert [list(blocks.values()) for blocks in kinds] == [[2], [1, 1], [2]]
+    assert [*kinds[1]] == [*kinds[0], *kinds[2]]
+    seconds = [step_seconds(job, GPUS[0])["attention"] for job in (full, both, sparse)]
+    assert seconds[1] == pytest.approx((seconds[0] + seconds[2]) / 2)
+    assert seconds[0] != seconds[2]
