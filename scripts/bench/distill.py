@@ -14,9 +14,9 @@ import torch
 from vsa.data.batch import VideoBatch
 from vsa.diffusion.flow_matching import FlowShift, weighted_loss
 from vsa.diffusion.rollout import Update
+from vsa.models.network import Network
 from vsa.models.recompute import Level
 from vsa.models.sharding import local
-from vsa.models.video_dit import VideoDiT
 from vsa.objectives.distribution_matching import DistributionMatching, NegativeText, Networks, ScoredRollout
 from vsa.training.gradients import GradientClipper
 from vsa.training.optimizer import AdamW, Constant
@@ -50,7 +50,7 @@ class Distillation:
     ):
         torch.manual_seed(0)
 
-        def network(attention: str, trained: bool) -> VideoDiT:
+        def network(attention: str, trained: bool) -> Network:
             dit = video_dit(shape, attention, device).requires_grad_(trained)
             fill_zeros(dit)
             level: Level = trained_level if trained else "none"
@@ -81,7 +81,7 @@ class Distillation:
             step=0,
         )
         recipe = AdamW(lr=2e-6, schedule=Constant())
-        trained: dict[Update, VideoDiT] = {"generator": generator, "fake_score": critic}
+        trained: dict[Update, Network] = {"generator": generator, "fake_score": critic}
         self.optimizers: dict[Update, torch.optim.Optimizer] = {
             role: recipe.build(net, net.parameter_roles()) for role, net in trained.items()
         }

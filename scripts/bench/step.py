@@ -20,6 +20,7 @@ from vsa.attention.context import AttnContext
 from vsa.attention.full import FullAttention
 from vsa.attention.layout import Segment, TileLayout
 from vsa.attention.video_sparse import VideoSparseAttention
+from vsa.models.network import Network
 from vsa.models.recompute import Level
 from vsa.models.video_dit import VideoDiT
 from vsa.training.optimizer import AdamW, Constant
@@ -158,7 +159,7 @@ def fill_zeros(model: nn.Module) -> None:
             p.fill_(1.5)
 
 
-def latent_size(shape: Shape, model: VideoDiT) -> tuple[int, ...]:
+def latent_size(shape: Shape, model: Network) -> tuple[int, ...]:
     """`[B, C, T, H, W]` of the shape's latents."""
     t, h, w = (n * p for n, p in zip(shape.grid_thw, model.patch_size, strict=True))
     return shape.batch, model.out_channels, t, h, w

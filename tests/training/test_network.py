@@ -64,6 +64,9 @@ def test_it_trains_resumes_and_samples(training, overrides):
 
 def test_layers_of_two_methods_are_counted_one_by_one(training, tmp_path):
     training(MIXED, "trainer.max_steps=1")
+    row = training.metrics()[1]
+    assert [float(row[f"sparsity/topk_layer_{layer}"]) for layer in (0, 1)] == [8, 4]
+    assert float(row["sparsity/density"]) == 0.75
     source = open_weights(training.folder())
     model = source.network()
     assert [type(method) for method in model.attention_layers] == [FullAttention, DenseThenSparse]
