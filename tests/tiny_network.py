@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from vsa.attention.base import AttentionMethod
 from vsa.attention.context import AttnContext
 from vsa.attention.full import FullAttention
-from vsa.attention.kept_tiles import KeptTiles
 from vsa.attention.video_sparse import VideoSparseAttention
 from vsa.models.embeddings import patchify, sinusoid, unpatchify
 from vsa.models.network import Network
@@ -57,6 +56,14 @@ class Block(nn.Module):
 class TinyNetwork(Network):
     """Two kinds of linear layers around attention without positions; text and timestep are added to every token."""
 
+    head = "last.weight"
+    time_embedder = "time"
+    attention_output = "joined"
+    after_blocks = ("last.",)
+    after_attention = ("joined.", "wide.", "narrow.")
+    after_cross_attention = ("wide", "narrow")
+    adapted_layers = ("qkv", "joined", "wide", "narrow")
+
     def __init__(
         self,
         *,
@@ -74,66 +81,24 @@ class TinyNetwork(Network):
         self.in_channels = self.out_channels = 16
         self.image_dim, self.patch_size = None, (1, 2, 2)
         sizes = dict(dim=self.dim, num_heads=self.num_heads, head_dim=self.head_dim)
-        self.patches, self.head = nn.Linear(64, self.dim), nn.Linear(self.dim, 64)
+        self.patches, self.last = nn.Linear(64, self.dim), nn.Linear(self.dim, 64)
         self.time, self.text = nn.Linear(freq_dim, self.dim), nn.Linear(text_dim, self.dim)
         self.blocks = nn.ModuleList(Block(attention(**sizes, layer_idx=i), ffn_dim) for i in range(num_layers))
 
-    def forward(
-        self,
-        x_t,
-        timestep,
-        text,
-        text_mask=None,
-        *,
-        cond_latents=None,
-        image_embeds=None,
-        topk=None,
-        denoising=None,
-        recorder=None,
-    ):
-        layout = self.layout_for(x_t.shape[1:], x_t.device)
-        kept = KeptTiles.of(layout.num_video_tiles if topk is None else topk)
-        if denoising is None:
-            kept = kept.at_timesteps(timestep, len(self.blocks))
-        else:
-            kept = kept.at(denoising.progress, denoising.step)
-        ctx = AttnContext(layout=layout, topk=kept, denoising=denoising, recorder=recorder)
-        real = text if text_mask is None else text.masked_fill(~text_mask[..., None], 0)
-        x = self.patches(layout.permute(patchify(x_t, self.patch_size)))
-        x = x + (self.time(sinusoid(timestep, self.freq_dim).type_as(x)) + self.text(real.mean(1)))[:, None]
+    def velocity(self, x, timestep, text, mask, image, ctx):
+        layout = ctx.layout
+        hidden = self.patches(layout.permute(patchify(x, self.patch_size)))
+        hidden = hidden + (self.time(sinusoid(timestep, self.freq_dim).type_as(x)) + self.text(text.mean(1)))[:, None]
         for i, block in enumerate(self.blocks):
-            x = block(x, ctx.layer(i))
-        return unpatchify(layout.unpermute(self.head(x)), self.grid(x_t.shape[1:]), self.patch_size)
-
-    @property
-    def attention_projections(self):
-        return [block.joined for block in self._layers]
-
-    @property
-    def time_embedder(self):
-        return self.time
+            hidden = block(hidden, ctx.layer(i))
+        return unpatchify(layout.unpermute(self.last(hidden)), layout.segments[0].grid_thw, self.patch_size)
 
     def self_attention(self, layer, h, ctx):
-        return self._layers[layer].attend(h, ctx)
-
-    def follows_attention(self, name):
-        return name.startswith("head.")
+        return self.blocks[layer].attend(h, ctx)
 
     def grid(self, latent_shape):
         _, t, h, w = latent_shape
         return t, h // 2, w // 2
-
-    def parameter_roles(self):
-        def role(name: str, parameter: nn.Parameter) -> Any:
-            if ".to_gate_" in name:
-                return "gate"
-            if name == "head.weight":
-                return "head"
-            if parameter.dim() == 1:
-                return "vector"
-            return "matrix" if name.startswith("blocks.") else "embedding"
-
-        return {name: role(name, parameter) for name, parameter in self.named_parameters()}
 
     def fixed_settings(self):
         return {"num_attention_heads": self.num_heads, "num_layers": len(self.blocks)}

@@ -6,7 +6,6 @@ B batch, L tokens, H heads, D head dim.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 from vsa.attention.base import AttentionMethod
 from vsa.attention.context import AttnContext
 from vsa.attention.full import FullAttention
-from vsa.attention.layout import Segment, TileLayout
+from vsa.attention.layout import TileLayout
 from vsa.attention.video_sparse import VideoSparseAttention
 from vsa.models.network import Network
 from vsa.models.recompute import Level
@@ -40,15 +39,9 @@ _MODELS = {(12, 64): "dit_120m", (12, 128): "wan_1_3b", (40, 128): "wan_14b"}
 class FreeAttention(AttentionMethod):
     """Attention without cost, `out = v`: an upper bound of the gain of any sparsity."""
 
-    def layout(self, segments: Sequence[Segment], device: torch.device | str | None = None) -> TileLayout:
-        return TileLayout.build(segments, tile_thw=None, device=device)
-
     def attend(self, q: Tensor, k: Tensor, v: Tensor, ctx: AttnContext) -> dict[str, Tensor]:
         # a small term of q and k, so that their projections are computed and have gradients
         return {"out": v + (q + k) * 1e-3}
-
-    def combine(self, parts: dict[str, Tensor], extra: dict[str, Tensor], ctx: AttnContext) -> Tensor:
-        return parts["out"]
 
     def pairs(self, layout: TileLayout, topk: float) -> float:
         return 0.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from functools import partial
 
@@ -18,7 +19,7 @@ from vsa.attention.sparge.method import SpargeAttention
 from vsa.attention.video_sparse import VideoSparseAttention
 from vsa.checkpoints.convert import Conversion, convert
 from vsa.checkpoints.weight_source import open_weights
-from vsa.sampling.pipeline import generate, load_run
+from vsa.sampling.pipeline import generate, load_run, settings_dict
 from vsa.training.estimate.gpus import GPUS
 from vsa.training.estimate.job import TRAINING, Job, PlannedNetwork
 from vsa.training.estimate.predict import step_seconds
@@ -77,9 +78,24 @@ def test_layers_of_two_methods_are_counted_one_by_one(training, tmp_path):
     counted = model.flops(LATENT, 2, 10, training=False)
     each = [model.with_attention(one).flops(LATENT, 2, 10, training=False) for one in (FullAttention, SPARSE)]
     assert counted.self_attention == sum(one.self_attention for one in each) / 2
+    assert counted.selected == each[1].selected / 2 == each[1].self_attention / 2
+    assert each[0].selected == 0
     # one description for all layers would be wrong for half of them
     with pytest.raises(ValueError, match=r"the model has FullAttention, DenseThenSparse"):
         convert(source, tmp_path / "out", Conversion())
+
+
+def test_records_count_a_dense_layer_as_dense(training):
+    look = ("every_n_steps=1", "noise_levels=[0.5]")
+    settings = ("callbacks=diagnostics", *(f"callbacks.diagnostics.{setting}" for setting in look))
+    training(MIXED, *settings, "trainer.max_steps=1")
+    run = load_run(training.folder(), device="cpu")
+    # all 8 tiles in one layer, 4 of 8 in the other
+    assert settings_dict(run.settings(), run)["sparsity"] == 0.25
+    assert settings_dict(run.settings(topk=2), run)["sparsity"] == 0.375
+    assert settings_dict(run.settings(at="dense"), run)["sparsity"] == 0
+    table = json.loads((training.folder() / "diagnostics" / "step-00000001.json").read_text())
+    assert (table["layers"], table["sparsity"]) == ([1], 0.25)
 
 
 def test_another_network_has_no_export(training, tmp_path):
@@ -118,6 +134,7 @@ def test_it_is_estimated(words, command_line):
     status, out, err = command_line(*plan, "--grid", "4", "8", "8", *words)
     assert status == 0, err
     assert "activation_checkpointing=auto takes none" in out
+    assert ("tiles in 2 of 4 layers" in out) == (MIXED in words)
 
 
 def test_the_estimate_of_two_methods_lies_between_those_of_one():

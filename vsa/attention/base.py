@@ -131,9 +131,22 @@ class AttentionMethod(nn.Module):
             self.refuse_training()
         return needs_grad
 
-    def layout(self, segments: Sequence[Segment], device) -> TileLayout:
+    def extra_repr(self) -> str:
+        return ", ".join(f"{name}={value}" for name, value in self.settings().items())
+
+    def tiling(self) -> Mapping[str, Any]:
+        """The arguments of `TileLayout.build` that this method determines; by default raster order without tiles."""
+        return {"tile_thw": None}
+
+    def layout(self, segments: Sequence[Segment], device: torch.device | str | None = None) -> TileLayout:
         """The token order and tiles of this method for a row of segments."""
-        raise NotImplementedError
+        layout = TileLayout.build(segments, **self.tiling(), device=device)
+        if layout.can_derive:
+            self.prepare(layout)
+        return layout
+
+    def prepare(self, layout: TileLayout) -> None:
+        """Compute what `attend` derives from the layout of one video, which a compiled block cannot do."""
 
     def project(self, x: Tensor) -> dict[str, Tensor]:
         """Per-token tensors from the block's normalised, modulated hidden states x `[B, L, C]`."""
@@ -159,8 +172,8 @@ class AttentionMethod(nn.Module):
         raise NotImplementedError
 
     def combine(self, parts: dict[str, Tensor], extra: dict[str, Tensor], ctx: AttnContext) -> Tensor:
-        """Output `[B, L, H, D]` from the parts of `attend` and the tensors of `project`."""
-        raise NotImplementedError
+        """Output `[B, L, H, D]` from the parts of `attend` and the tensors of `project`; by default the part `out`."""
+        return parts["out"]
 
     def attend_combine(self, q: Tensor, k: Tensor, v: Tensor, extra: dict[str, Tensor], ctx: AttnContext) -> Tensor:
         """`combine(attend(...))`; a method may override it with a fused op that equals the split path."""

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from vsa_kernels import block_mean_pool
 
 from vsa.attention.base import AttentionMethod
 from vsa.attention.context import AttnContext
 from vsa.attention.full import dense_attn
-from vsa.attention.layout import Segment, TileLayout
+from vsa.attention.layout import TileLayout
 from vsa.settings import AtLeastOne, checked
 
 
@@ -38,19 +36,13 @@ class CompressedKV(AttentionMethod):
         super().__init__(**layer)
         self.pool_thw = tuple(pool_thw)
 
-    def extra_repr(self) -> str:
-        return f"pool_thw={self.pool_thw}"
-
-    def layout(self, segments: Sequence[Segment], device: torch.device | str | None = None) -> TileLayout:
-        return TileLayout.build(segments, tile_thw=self.pool_thw, device=device)
+    def tiling(self) -> dict[str, Any]:
+        return {"tile_thw": self.pool_thw}
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, ctx: AttnContext) -> dict[str, Tensor]:
         ctx.layout.only_video("attention to pooled keys")
         k, v = (block_mean_pool(x, ctx.layout.blocks).to(q.dtype) for x in (k, v))
         return {"out": dense_attn(q, k, v)}
-
-    def combine(self, parts: dict[str, Tensor], extra: dict[str, Tensor], ctx: AttnContext) -> Tensor:
-        return parts["out"]
 
     def pairs(self, layout: TileLayout, topk: float) -> float:
         return float(layout.num_tokens * layout.num_blocks)

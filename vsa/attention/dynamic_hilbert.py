@@ -93,17 +93,12 @@ class DynamicHilbertAttention(AttentionMethod):
         self.allow_training = allow_training
         self.backend = backend
 
-    def extra_repr(self) -> str:
-        return f"tokens={self.tokens}, sub_tokens={self.sub_tokens}, order={self.order}"
+    def tiling(self) -> dict[str, Any]:
+        partition = _PARTITIONS[self.order]
+        return {"tile_thw": (1, 1, self.tokens), "more_tiles": [self._sub_thw], "partition": partition}
 
     def layout(self, segments: Sequence[Segment], device: torch.device | str | None = None) -> TileLayout:
-        layout = TileLayout.build(
-            segments,
-            tile_thw=(1, 1, self.tokens),
-            more_tiles=[self._sub_thw],
-            partition=_PARTITIONS[self.order],
-            device=device,
-        )
+        layout = super().layout(segments, device)
         if layout.device.type != "meta":
             layout.derive(subblock_places, self._sub_thw, layout.tile_thw)
         return layout
@@ -124,9 +119,6 @@ class DynamicHilbertAttention(AttentionMethod):
         if index is not None:
             ctx.record(self.layer_idx, index, q=q, k=k, fine=out, scores=None if scores is None else scores.log())
         return {"out": out}
-
-    def combine(self, parts: dict[str, Tensor], extra: dict[str, Tensor], ctx: AttnContext) -> Tensor:
-        return parts["out"]
 
     def scores(self, q: Tensor, k: Tensor, layout: TileLayout) -> Tensor:
         """Scores `[B, H, Nv, N]`: S of the top of this file as a mean over the sub-blocks of i; 0 for text blocks.

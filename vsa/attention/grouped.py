@@ -19,7 +19,7 @@ from torch import Tensor
 from vsa.attention.base import AttentionMethod
 from vsa.attention.context import AttnContext
 from vsa.attention.full import dense_attn
-from vsa.attention.layout import Segment, TileLayout
+from vsa.attention.layout import TileLayout
 from vsa.attention.rearrange import rearrange
 from vsa.attention.tiling import cube_tiles
 from vsa.settings import AtLeastOne, Bound, Count, checked
@@ -54,16 +54,10 @@ class GroupedAttention(AttentionMethod):
         self.groups = tuple((t, h, w) for t, h, w in groups)
         self.group = self.groups[(self.layer_idx + first) % len(groups)]
 
-    def extra_repr(self) -> str:
-        return f"group={self.group}"
-
-    def layout(self, segments: Sequence[Segment], device: torch.device | str | None = None) -> TileLayout:
-        layout = TileLayout.build(segments, tile_thw=None, device=device)
-        if layout.can_derive:
-            # the layers share one layout
-            for group in self.groups:
-                layout.derive(_make_groups, group)
-        return layout
+    def prepare(self, layout: TileLayout) -> None:
+        # the layers share one layout
+        for group in self.groups:
+            layout.derive(_make_groups, group)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, ctx: AttnContext) -> dict[str, Tensor]:
         groups = self._groups(ctx.layout)
@@ -75,9 +69,6 @@ class GroupedAttention(AttentionMethod):
             parts.append(dense_attn(*same).unflatten(0, (-1, count)).flatten(1, 2))
             start = stop
         return {"out": rearrange(torch.cat(parts, dim=1), groups.inverse, groups.order)}
-
-    def combine(self, parts: dict[str, Tensor], extra: dict[str, Tensor], ctx: AttnContext) -> Tensor:
-        return parts["out"]
 
     def sees(self, tokens: Tensor, layout: TileLayout) -> Tensor:
         groups = self._groups(layout)

@@ -173,13 +173,6 @@ class TileLayout:
         chain = chain_of(sides for sides in sizes if sides is not None) if len(sizes) > 1 else ()
         if chain and tile is None:
             raise ValueError(f"tiles of several sizes need a tile_thw, got None with {chain}")
-        if partition not in get_args(Partition):
-            raise ValueError(f"partition must be one of {', '.join(get_args(Partition))}, got {partition!r}")
-        if block_order not in ("nested", "raster"):
-            raise ValueError(f"block_order must be nested or raster, got {block_order!r}")
-        samples = [sample for sample, _ in itertools.groupby(s.sample for s in segments)]
-        if len(set(samples)) < len(samples):
-            raise ValueError(f"segments of one sample must be adjacent, got samples {samples}")
         return _build(segments, tile, kv_tile, chain, partition, block_order, torch.device(device or "cpu"))
 
     def only_video(self, what: str) -> Segment:
@@ -324,6 +317,13 @@ def _build(
     block_order: BlockOrder,
     device: torch.device,
 ) -> TileLayout:
+    if partition not in get_args(Partition):
+        raise ValueError(f"partition must be one of {', '.join(get_args(Partition))}, got {partition!r}")
+    if block_order not in ("nested", "raster"):
+        raise ValueError(f"block_order must be nested or raster, got {block_order!r}")
+    owners = [sample for sample, _ in itertools.groupby(s.sample for s in segments)]
+    if len(set(owners)) < len(owners):
+        raise ValueError(f"segments of one sample must be adjacent, got samples {owners}")
     nested: dict[Grid, list[int]] = {}
     if chain and tile is not None and kv_tile is not None:
         cuts = [nested_tiles(s.grid_thw, chain, _partition(s, partition), block_order) for s in segments]

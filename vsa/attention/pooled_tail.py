@@ -13,7 +13,6 @@ B batch, L tokens, N tiles, H / Hkv heads, D head dim.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -22,7 +21,7 @@ from vsa_kernels import block_mean_pool, block_sparse_attn
 
 from vsa.attention.base import AttentionMethod
 from vsa.attention.context import AttnContext
-from vsa.attention.layout import BlockOrder, Partition, Segment, TileLayout
+from vsa.attention.layout import BlockOrder, Partition, TileLayout
 from vsa.attention.scores import (
     Score,
     mass_scores,
@@ -79,21 +78,13 @@ class PooledTail(AttentionMethod):
         if score == "subblock_lse":
             refuse_no_divisor("score_thw", self.score_thw, tile_thw=self.tile_thw)
 
-    def extra_repr(self) -> str:
-        return f"tile_thw={self.tile_thw}, order={self.order}, score={self.score}"
+    def tiling(self) -> dict[str, Any]:
+        own = {"tile_thw": self.tile_thw, "partition": self.partition, "block_order": self.block_order}
+        return own | {"more_tiles": [self.score_thw] if self.score == "subblock_lse" else []}
 
-    def layout(self, segments: Sequence[Segment], device: torch.device | str | None = None) -> TileLayout:
-        layout = TileLayout.build(
-            segments,
-            tile_thw=self.tile_thw,
-            more_tiles=[self.score_thw] if self.score == "subblock_lse" else [],
-            partition=self.partition,
-            block_order=self.block_order,
-            device=device,
-        )
-        if layout.can_derive and self.score == "subblock_lse":
+    def prepare(self, layout: TileLayout) -> None:
+        if self.score == "subblock_lse":
             layout.derive(subblock_places, self.score_thw, self.tile_thw)
-        return layout
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, ctx: AttnContext) -> dict[str, Tensor]:
         layout = ctx.layout
@@ -121,9 +112,6 @@ class PooledTail(AttentionMethod):
         if self.score == "subblock_lse":
             return subblock_scores(q, k, layout, self.score_thw)
         return mean_scores(q, k, layout)
-
-    def combine(self, parts: dict[str, Tensor], extra: dict[str, Tensor], ctx: AttnContext) -> Tensor:
-        return parts["out"]
 
     def pairs(self, layout: TileLayout, topk: float) -> float:
         """Pairs of the selected tiles (exact when tiles are full) and of every token with every tile; the product with

@@ -33,7 +33,7 @@ from vsa.attention.base import AttentionMethod
 from vsa.attention.context import AttnContext
 from vsa.attention.dense import dense_attn
 from vsa.attention.kept_tiles import KeptTiles
-from vsa.attention.layout import BlockOrder, Partition, Segment, TileLayout
+from vsa.attention.layout import BlockOrder, Partition, TileLayout
 from vsa.attention.pooling import ConvSharing, Pooling, make_pools, pool_modules
 from vsa.attention.scores import (
     BoundScore,
@@ -150,9 +150,6 @@ class StagedAttention(AttentionMethod):
             self.pool = make_pools(pooling, tiles, self.head_dim, self.num_heads, conv_sharing)
         self.reset_extra_parameters()
 
-    def extra_repr(self) -> str:
-        return f"stages={self.stages}, tile_thw={self.tile_thw}, window_thw={self.window_thw}"
-
     def extra_modules(self) -> dict[str, nn.Module]:
         return {**self.gates, **({} if self.pool is None else pool_modules(self.pool))}
 
@@ -166,19 +163,10 @@ class StagedAttention(AttentionMethod):
             for pool in pool_modules(self.pool).values():
                 pool.start_as_mean()
 
-    def layout(self, segments: Sequence[Segment], device=None) -> TileLayout:
-        layout = TileLayout.build(
-            segments,
-            tile_thw=self.tile_thw,
-            kv_tile_thw=self.kv_tile_thw,
-            more_tiles=[tile for tile in (self.q_pool, self.kv_pool, self.score_thw) if tile is not None],
-            partition=self.partition,
-            block_order=self.block_order,
-            device=device,
-        )
-        if layout.can_derive:
-            self._prepare(layout)
-        return layout
+    def tiling(self) -> dict[str, Any]:
+        more = [tile for tile in (self.q_pool, self.kv_pool, self.score_thw) if tile is not None]
+        own = {"tile_thw": self.tile_thw, "kv_tile_thw": self.kv_tile_thw, "more_tiles": more}
+        return own | {"partition": self.partition, "block_order": self.block_order}
 
     def project(self, x: Tensor) -> dict[str, Tensor]:
         """Gates `[B, L, H, D]` from x `[B, L, C]`."""
@@ -313,8 +301,7 @@ class StagedAttention(AttentionMethod):
     def _window(self, layout: TileLayout) -> Window:
         return layout.derive(tile_window, self.window_thw, self.window_edge)
 
-    def _prepare(self, layout: TileLayout) -> None:
-        """Compute the tensors that `attend` derives from the layout of a row of one video."""
+    def prepare(self, layout: TileLayout) -> None:
         if self.has_window:
             self._window(layout)
         for pool in [] if self.pool is None else pool_modules(self.pool).values():

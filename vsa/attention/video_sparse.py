@@ -16,10 +16,8 @@ its text and its published code differ, the code decides.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Literal
 
-import torch
 from torch import Tensor, nn
 from vsa_kernels import block_sparse_attn
 from vsa_kernels.coarse_fine import coarse_attn, coarse_fine_attn, combine
@@ -27,7 +25,7 @@ from vsa_kernels.coarse_fine import coarse_attn, coarse_fine_attn, combine
 from vsa.attention.base import AttentionMethod
 from vsa.attention.context import AttnContext
 from vsa.attention.dense import dense_attn_per_sample, dense_index, text_attn
-from vsa.attention.layout import BlockOrder, Partition, Segment, TileLayout
+from vsa.attention.layout import BlockOrder, Partition, TileLayout
 from vsa.attention.scores import with_damage_first
 from vsa.attention.selection import select_blocks
 from vsa.settings import AtLeastOne, checked
@@ -82,9 +80,6 @@ class VideoSparseAttention(AttentionMethod):
         self.to_gate_fine = nn.Linear(dim, dim) if fine_gate else None
         self.reset_extra_parameters()
 
-    def extra_repr(self) -> str:
-        return f"tile_thw={self.tile_thw}, partition={self.partition}, block_order={self.block_order}"
-
     def extra_modules(self) -> dict[str, nn.Module]:
         modules: dict[str, nn.Module] = {"to_gate_compress": self.to_gate_compress}
         if self.to_gate_fine is not None:
@@ -98,14 +93,8 @@ class VideoSparseAttention(AttentionMethod):
             if self.gate_init == "identity":
                 nn.init.zeros_(gate.weight)
 
-    def layout(self, segments: Sequence[Segment], device: torch.device | str | None = None) -> TileLayout:
-        return TileLayout.build(
-            segments,
-            tile_thw=self.tile_thw,
-            partition=self.partition,
-            block_order=self.block_order,
-            device=device,
-        )
+    def tiling(self) -> dict[str, Any]:
+        return {"tile_thw": self.tile_thw, "partition": self.partition, "block_order": self.block_order}
 
     def project(self, x: Tensor) -> dict[str, Tensor]:
         """Gates `[B, L, H, D]` from x `[B, L, C]`; no activation, no RoPE."""

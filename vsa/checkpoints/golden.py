@@ -24,7 +24,7 @@ from torch import Tensor
 
 from vsa.attention.context import INDEX, AttnContext, Recorder
 from vsa.attention.kept_tiles import KeptTiles
-from vsa.attention.layout import Segment, TileLayout
+from vsa.attention.layout import TileLayout
 from vsa.attention.named import name_of
 from vsa.attention.neighborhood.axis import AxisRule
 from vsa.attention.neighborhood.method import NeighborhoodAttention
@@ -197,7 +197,8 @@ def _layout(model: Network, grid: Grid, device: torch.device) -> TileLayout:
     with warnings.catch_warnings():
         # partial tiles are intended here
         warnings.filterwarnings("ignore", message="tiles .* full")
-        return model.layout_of((Segment(grid_thw=grid),), device)
+        sizes = (n * patch for n, patch in zip(grid, model.patch_size, strict=True))
+        return model.layout_for((model.in_channels, *sizes), device)
 
 
 def _clear_case(

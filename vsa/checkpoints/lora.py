@@ -1,4 +1,4 @@
-"""Low-rank adapters on a video DiT, through peft.
+"""Low-rank adapters on a network, through peft.
 
 Source: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models" (arXiv 2106.09685), section 4.1.
 """
@@ -25,12 +25,13 @@ class LoRA:
     Args:
         rank: rows of A and columns of B.
         alpha: scale of the adapter times its rank.
-        targets: endings of the names of the adapted layers.
+        targets: endings of the names of the adapted layers; None: all linear layers of a block but those of its image
+            tokens, see `Network.adapted_layers`.
     """
 
     rank: AtLeastOne
     alpha: Positive
-    targets: tuple[str, ...] = ("to_q", "to_k", "to_v", "to_out.0", "ffn.net.0.proj", "ffn.net.2")
+    targets: tuple[str, ...] | None = None
 
     def inject(self, model: Network) -> None:
         """Add adapters to `model` in place; B starts at zero, so the output does not change.
@@ -43,13 +44,14 @@ class LoRA:
         except ImportError as error:
             raise ValueError("task.lora needs the package peft: pip install 'vsa-train[lora]'") from error
         linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-        for target in self.targets:
+        targets = model.adapted_layers if self.targets is None else self.targets
+        for target in targets:
             if not any(name.endswith(f".{target}") for name in linear):
                 raise ValueError(f"lora.targets: no linear layer is named {target!r}")
         config = LoraConfig(
             r=self.rank,
             lora_alpha=self.alpha,  # type: ignore[arg-type] (a float works)
-            target_modules=list(self.targets),
+            target_modules=list(targets),
         )
         inject_adapter_in_model(config, model, adapter_name=_ADAPTER)
 

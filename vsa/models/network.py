@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from statistics import fmean
 from typing import Any, Literal, TypeVar
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +22,7 @@ from vsa.attention.kept_tiles import KeptTiles
 from vsa.attention.layout import Segment, TileLayout
 from vsa.attention.tiling import Grid
 from vsa.models.compute_dtype import compute_in
-from vsa.models.flops import FlopCount, count_flops
+from vsa.models.flops import FlopCount
 from vsa.models.recompute import Level
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -32,7 +34,8 @@ class Network(nn.Module):
 
     A network is known by this class alone; `VideoDiT` is one. Each layer has its own self-attention method, and what
     holds of attention is asked of a layer: `attention_layers[i].selects`. A property of the network says which layers
-    it is about. A subclass is an `nn.Module` with the attributes and methods that raise NotImplementedError here.
+    it is about. A subclass sets the attributes, and has the methods that raise NotImplementedError here. Names of
+    parameters and modules are matched by their beginning or, inside a block, by a part.
 
     Attributes:
         dim: model width, `num_heads * head_dim`.
@@ -47,6 +50,14 @@ class Network(nn.Module):
         blocks: one module per layer, in their order, with its `method`, `replace_method` and level of
             `activation_checkpointing`, as in `TransformerBlock`; sharding gathers the parameters of one at a time.
         compute_dtype: dtype that parameters are rounded to in the forward pass (`compute_in`); None: their own.
+        head: name of the weight of the last layer.
+        modulation: endings of the names of modulation tables.
+        time_embedder: name of the module whose output of width C conditions every block on the timestep.
+        attention_output: name, in a block, of the module whose output `[B, L, C]` is that of self-attention.
+        after_blocks: names of what acts after the last block.
+        after_attention: names, in a block, of what acts after self-attention, `attention_output` included.
+        after_cross_attention: names, in a block, of the linear layers that level `attention` does not compute again.
+        adapted_layers: endings of the names of the linear layers that LoRA adapts by default.
     """
 
     dim: int
@@ -58,8 +69,67 @@ class Network(nn.Module):
     text_dim: int
     image_dim: int | None
     patch_size: Grid
-    blocks: nn.ModuleList
+    blocks: Any
     compute_dtype: torch.dtype | None = None
+    head: str
+    modulation: tuple[str, ...] = ()
+    time_embedder: str
+    attention_output: str
+    after_blocks: tuple[str, ...]
+    after_attention: tuple[str, ...]
+    after_cross_attention: tuple[str, ...]
+    adapted_layers: tuple[str, ...]
+
+    def velocity(
+        self, x: Tensor, timestep: Tensor, text: Tensor, mask: Tensor | None, image: Tensor | None, ctx: AttnContext
+    ) -> Tensor:
+        """The result of `forward` for valid inputs.
+
+        Args:
+            x: `[B, in_channels, T, H, W]` noisy latents, conditions included.
+            timestep: as in `forward`.
+            text: `[B, S, E]`, zero where it is masked.
+            mask: bool `[B, S]`, `text_mask` of `forward`.
+            image: `[B, I, image_dim]`.
+            ctx: layout, top-k of every layer and denoising state.
+        """
+        raise NotImplementedError
+
+    def grid(self, latent_shape: Sequence[int]) -> Grid:
+        """Token grid of a latent shape `[C, T, H, W]`; ValueError if it has none."""
+        raise NotImplementedError
+
+    def self_attention(self, layer: int, h: Tensor, ctx: AttnContext) -> Tensor:
+        """Self-attention output `[1, L, C]` of a layer for its normalised, modulated input h `[1, L, C]`.
+
+        Both are in the order of `ctx.layout`, the layout of one video.
+        """
+        raise NotImplementedError
+
+    def rows(self, layer: str, *, num_tokens: int, text_len: int, image_len: int) -> int:
+        """Rows of one sample that pass through a linear layer, by its name.
+
+        Args:
+            layer: name of the module.
+            num_tokens: L.
+            text_len: S.
+            image_len: image tokens of image-to-video models.
+        """
+        raise NotImplementedError
+
+    def compile_blocks(self, *, backend: str = "inductor") -> None:
+        """Compile the body that all blocks share as one graph, without sharding hooks and full checkpointing.
+
+        Args:
+            backend: backend of `torch.compile`.
+        """
+        raise NotImplementedError
+
+    def fixed_settings(self) -> Mapping[str, Any]:
+        """Settings, by their names in a config, that shapes of parameters do not determine clearly."""
+        raise NotImplementedError
+
+    # what follows from the above
 
     def forward(
         self,
@@ -90,81 +160,78 @@ class Network(nn.Module):
                 training.
             recorder: receives the internals of the attention methods; blocks then run uncompiled.
         """
-        raise NotImplementedError
+        x = x_t if cond_latents is None else torch.cat((x_t, cond_latents), dim=1)
+        layout = self.layout_for(x.shape[1:], x_t.device)
+        self._check_inputs(x, timestep, text, text_mask, image_embeds, layout.num_tokens)
+        kept = KeptTiles.of(layout.num_video_tiles if topk is None else topk)
+        layers = len(self.blocks)
+        kept = kept.at(denoising.progress, denoising.step) if denoising else kept.at_timesteps(timestep, layers)
+        kept.by_layer(layers)
+        if text_mask is not None:
+            # masked tokens must not affect the output, even if they hold NaN
+            text = text.masked_fill(~text_mask[..., None], 0)
+        ctx = AttnContext(layout=layout, topk=kept, denoising=denoising, recorder=recorder)
+        return self.velocity(x, timestep, text, text_mask, image_embeds, ctx)
 
-    @property
-    def attention_layers(self) -> Sequence[AttentionMethod]:
-        """Self-attention methods, one per layer."""
-        return [block.method for block in self._layers]
+    def _check_inputs(
+        self, x: Tensor, timestep: Tensor, text: Tensor, mask: Tensor | None, image: Tensor | None, num_tokens: int
+    ) -> None:
+        batch, channels = x.shape[:2]
+        if channels != self.in_channels:
+            raise ValueError(
+                f"model takes {self.in_channels} latent channels (x_t and cond_latents together), got {channels}"
+            )
+        if text.dim() != 3 or text.shape[0] != batch or text.shape[2] != self.text_dim:
+            raise ValueError(f"text must be [B, S, E] = [{batch}, S, {self.text_dim}], got {list(text.shape)}")
+        if mask is not None and (mask.dtype != torch.bool or mask.shape != text.shape[:2]):
+            raise ValueError(f"text_mask must be bool {list(text.shape[:2])}, got {mask.dtype} {list(mask.shape)}")
+        if timestep.shape not in ((batch,), (batch, num_tokens)):
+            raise ValueError(f"timestep must be [{batch}] or [{batch}, {num_tokens}], got {list(timestep.shape)}")
+        if (image is None) != (self.image_dim is None):
+            shape = None if image is None else list(image.shape)
+            raise ValueError(f"image_embeds must be set exactly if image_dim is: {self.image_dim}, got {shape}")
 
-    @property
-    def attention_projections(self) -> Sequence[nn.Module]:
-        """The modules whose output `[B, L, C]` is that of self-attention, one per layer."""
-        raise NotImplementedError
-
-    @property
-    def time_embedder(self) -> nn.Module:
-        """The module whose output of width C conditions every block on the timestep."""
-        raise NotImplementedError
-
-    def self_attention(self, layer: int, h: Tensor, ctx: AttnContext) -> Tensor:
-        """Self-attention output `[1, L, C]` of a layer for its normalised, modulated input h `[1, L, C]`.
-
-        Both are in the order of `ctx.layout`, the layout of one video.
-        """
-        raise NotImplementedError
-
-    def follows_attention(self, name: str) -> bool:
-        """Whether a parameter acts only after the last self-attention, which its gradient then does not pass."""
-        raise NotImplementedError
-
-    def grid(self, latent_shape: Sequence[int]) -> Grid:
-        """Token grid of a latent shape `[C, T, H, W]`; ValueError if it has none."""
-        raise NotImplementedError
-
-    def parameter_roles(self) -> Mapping[str, Role]:
+    def parameter_roles(self) -> dict[str, Role]:
         """Role of every parameter by name, which determines its optimizer group and weight decay.
 
         gate: all parameters of the attention methods' own modules, including biases, which therefore decay with their
         weights; head: the weight of the last layer; vector: other biases, norms and modulation tables; embedding:
         weights of the patch, time, text and image embeddings; matrix: the weights inside the blocks.
         """
-        raise NotImplementedError
+        extras = tuple(
+            f"blocks.{i}.{name}." for i, method in enumerate(self.attention_layers) for name in method.extra_modules()
+        )
 
-    def fixed_settings(self) -> Mapping[str, Any]:
-        """Settings, by their names in a config, that shapes of parameters do not determine clearly."""
-        raise NotImplementedError
+        def role(name: str, parameter: nn.Parameter) -> Role:
+            if extras and name.startswith(extras):
+                return "gate"
+            if name == self.head:
+                return "head"
+            if parameter.dim() == 1 or name.endswith(self.modulation):
+                return "vector"
+            return "matrix" if name.startswith("blocks.") else "embedding"
+
+        return {name: role(name, parameter) for name, parameter in self.named_parameters()}
+
+    def follows_attention(self, name: str) -> bool:
+        """Whether a parameter acts only after the last self-attention, which its gradient then does not pass."""
+        last = f"blocks.{len(self.blocks) - 1}."
+        return name.startswith((*self.after_blocks, *(last + part for part in self.after_attention)))
 
     @property
     def activation_checkpointing(self) -> Level:
         """The part of each block that the backward pass recomputes, see `vsa.models.recompute`."""
-        return self._layers[0].activation_checkpointing
+        return self.blocks[0].activation_checkpointing
 
     @activation_checkpointing.setter
     def activation_checkpointing(self, level: Level) -> None:
-        for block in self._layers:
+        for block in self.blocks:
             block.activation_checkpointing = level
 
-    def compile_blocks(self, *, backend: str = "inductor") -> None:
-        """Compile the body that all blocks share as one graph, without sharding hooks and full checkpointing.
-
-        Args:
-            backend: backend of `torch.compile`.
-        """
-        raise NotImplementedError
-
-    def rows(self, layer: str, *, num_tokens: int, text_len: int, image_len: int) -> int:
-        """Rows of one sample that pass through a linear layer, by its name.
-
-        Args:
-            layer: name of the module.
-            num_tokens: L.
-            text_len: S.
-            image_len: image tokens of image-to-video models.
-        """
-        raise NotImplementedError
-
-    # what follows from the above
+    @property
+    def attention_layers(self) -> Sequence[AttentionMethod]:
+        """Self-attention methods, one per layer."""
+        return [block.method for block in self.blocks]
 
     @property
     def selects(self) -> bool:
@@ -195,30 +262,27 @@ class Network(nn.Module):
                 return method.backend or resolve_backend(None, device, torch.float32, method.head_dim)  # type: ignore
         return None
 
-    @property
-    def _layers(self) -> list[Any]:
-        return list(self.blocks)
-
     def layout_for(self, latent_shape: Sequence[int], device: torch.device | str | None = None) -> TileLayout:
         """Tile layout of a latent shape `[C, T, H, W]`, that of every layer which is not dense; dense ones take any.
 
         Raises:
             ValueError: no such grid, or layers that order or tile the tokens in different ways.
         """
-        return self.layout_of((Segment(grid_thw=self.grid(latent_shape)),), device)
-
-    def layout_of(self, segments: Sequence[Segment], device: torch.device | str | None = None) -> TileLayout:
-        """`layout_for` a row of segments."""
-        layers = self.attention_layers
-        first, *others = [method for method in layers if not method.is_dense] or layers[:1]
+        segments = (Segment(grid_thw=self.grid(latent_shape)),)
+        first = self.blocks[0].method
+        if first.is_dense:
+            first = next((method for method in self.attention_layers if not method.is_dense), first)
         layout = first.layout(segments, device)
-        for method in others:
-            # equal layouts are one object
-            if method.layout(segments, device) is not layout:
-                raise ValueError(
-                    f"layers {first.layer_idx} and {method.layer_idx} have attention with different tiles or token "
-                    f"orders ({type(first).__name__}, {type(method).__name__}): all layers share one"
-                )
+        agreed = layout.derive(_networks)
+        if self not in agreed:
+            for method in self.attention_layers:
+                # equal layouts are one object
+                if not method.is_dense and method.layout(segments, device) is not layout:
+                    raise ValueError(
+                        f"layers {first.layer_idx} and {method.layer_idx} have attention with different tiles or token "
+                        f"orders ({type(first).__name__}, {type(method).__name__}): all layers share one"
+                    )
+            agreed.add(self)
         return layout
 
     @torch.no_grad()
@@ -231,7 +295,7 @@ class Network(nn.Module):
             attention: factory of the methods from `dim`, `num_heads`, `head_dim`, `layer_idx`.
         """
         model, blocks = _shallow_copy(self), []
-        for layer_idx, block in enumerate(self._layers):
+        for layer_idx, block in enumerate(self.blocks):
             # a comparison must not change the random state of its caller
             with torch.random.fork_rng(devices=[]):
                 made = attention(dim=self.dim, num_heads=self.num_heads, head_dim=self.head_dim, layer_idx=layer_idx)
@@ -262,10 +326,39 @@ class Network(nn.Module):
             training: count forward and backward instead of the forward only.
         """
         layout = self.layout_for(latent_shape, "cpu")
-        pairs = self.pairs(layout, topk)
-        return count_flops(
-            self, pairs, num_tokens=layout.num_tokens, text_len=text_len, image_len=image_len, training=training
+        sizes: dict[str, Any] = {"num_tokens": layout.num_tokens, "text_len": text_len, "image_len": image_len}
+        linear_factor, attention_factor = (3.0, 3.5) if training else (1.0, 1.0)
+        # of one pair of tokens
+        each, layers, pairs = attention_factor * 4 * self.dim, len(self.blocks), self.pairs(layout, topk)
+        roles = self.parameter_roles()
+        num_parameters = sum(p.numel() for name, p in self.named_parameters() if roles[name] != "gate")
+        cross_attention = each * layout.num_tokens * (text_len + image_len) * layers
+        return FlopCount(
+            executed=linear_factor * self.linear_flops(**sizes) + cross_attention + each * sum(pairs),
+            self_attention=each * sum(pairs),
+            selected=each * sum(own for own, m in zip(pairs, self.attention_layers, strict=True) if m.selects),
+            dense_equivalent=linear_factor * 2 * num_parameters * layout.num_tokens
+            + each * (float(layout.num_tokens) ** 2 * layers),
         )
+
+    def linear_flops(
+        self, *, num_tokens: int, text_len: int, image_len: int = 0, recomputed: Level | None = None
+    ) -> float:
+        """Operations of the forward pass of the linear layers for one sample with one timestep.
+
+        Args:
+            num_tokens: L.
+            text_len: S.
+            image_len: image tokens of image-to-video models.
+            recomputed: count only what the backward pass computes again at this level.
+        """
+        sizes = {"num_tokens": num_tokens, "text_len": text_len, "image_len": image_len}
+        layers = [(name, m) for name, m in self.named_modules() if isinstance(m, nn.Linear | nn.Conv3d)]
+        if recomputed is not None:
+            kept = {"none": ("",), "attention": self.after_cross_attention}.get(recomputed, ())
+            inside = [(name, m) for name, m in layers if name.startswith("blocks.")]
+            layers = [(name, m) for name, m in inside if not any(part in name for part in kept)]
+        return float(sum(2 * self.rows(name, **sizes) * layer.weight.numel() for name, layer in layers))
 
     def pairs(self, layout: TileLayout, topk: KeptTiles | float | None = None) -> list[float]:
         """Executed query-key pairs of one head in each layer; `topk` as in `flops`."""
@@ -278,6 +371,22 @@ class Network(nn.Module):
             method.pairs(layout, k) if method.selects else method.expected_pairs(layout)
             for method, k in zip(methods, counts, strict=True)
         ]
+
+    def computed_tiles(self, layout: TileLayout, topk: KeptTiles) -> KeptTiles:
+        """Tiles per query tile; those of layers without a top-k from the pairs of tokens that they compute."""
+        methods, pairs, tiles = self.attention_layers, self.pairs(layout), layout.num_video_tiles
+        if all(method.selects for method in methods):
+            return topk
+        own = [tiles * (count / layout.num_tokens**2) for count in pairs]
+        if not self.selects:
+            return KeptTiles((fmean(own),))
+        layers = zip(methods, topk.by_layer(len(methods)), own, strict=True)
+        return KeptTiles(tuple(k if method.selects else count for method, k, count in layers))
+
+
+def _networks(layout: TileLayout) -> WeakSet[Network]:
+    """Networks of which all layers have a layout."""
+    return WeakSet()
 
 
 def _shallow_copy(module: Module) -> Module:

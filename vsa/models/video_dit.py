@@ -13,9 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from vsa.attention.base import AttentionMethod
-from vsa.attention.context import AttnContext, Recorder
-from vsa.attention.denoising import DenoisingPass
-from vsa.attention.kept_tiles import KeptTiles
+from vsa.attention.context import AttnContext
 from vsa.attention.layout import TileLayout
 from vsa.models.blocks import Conditioning, TransformerBlock
 from vsa.models.compiled import compiled_body
@@ -30,7 +28,7 @@ from vsa.models.embeddings import (
     unpatchify,
 )
 from vsa.models.init import Init, init_parameters
-from vsa.models.network import Network, Role
+from vsa.models.network import Network
 from vsa.models.rope import axis_dims, rope_tables, sincos_table
 from vsa.settings import Bound, Positive, checked
 
@@ -68,6 +66,15 @@ class VideoDiT(Network):
             RoPE channels repeat after 6.3 tokens, so a small model cannot tell the two ends of a small grid apart.
         init: "gpt_neox" (pretraining from scratch, VSA paper) or "wan".
     """
+
+    head = "proj_out.weight"
+    modulation = ("scale_shift_table",)
+    time_embedder = "condition_embedder.time_embedder"
+    attention_output = "attn1.to_out.0"
+    after_blocks = ("proj_out.", "scale_shift_table")
+    after_attention = ("attn1.to_out.", "attn2.", "norm2.", "ffn.")
+    after_cross_attention = ("attn2.to_out", "ffn.")
+    adapted_layers = ("to_q", "to_k", "to_v", "to_out.0", "ffn.net.0.proj", "ffn.net.2")
 
     def __init__(
         self,
@@ -128,33 +135,13 @@ class VideoDiT(Network):
         self.scale_shift_table = nn.Parameter(torch.empty(1, 2, dim))
         self.reset_parameters()
 
-    def forward(
-        self,
-        x_t: Tensor,
-        timestep: Tensor,
-        text: Tensor,
-        text_mask: Tensor | None = None,
-        *,
-        cond_latents: Tensor | None = None,
-        image_embeds: Tensor | None = None,
-        topk: KeptTiles | int | Sequence[int] | None = None,
-        denoising: DenoisingPass | None = None,
-        recorder: Recorder | None = None,
+    def velocity(
+        self, x: Tensor, timestep: Tensor, text: Tensor, mask: Tensor | None, image: Tensor | None, ctx: AttnContext
     ) -> Tensor:
-        latents = x_t if cond_latents is None else torch.cat((x_t, cond_latents), dim=1)
-        layout = self.layout_for(latents.shape[1:], x_t.device)
-        self._check_inputs(latents, timestep, text, text_mask, image_embeds, layout)
+        layout, embed_image = ctx.layout, self.condition_embedder.image_embedder
         grid = layout.segments[0].grid_thw
-        kept = KeptTiles.of(layout.num_video_tiles if topk is None else topk)
-        if denoising is not None:
-            kept = kept.at(denoising.progress, denoising.step)
-        else:
-            kept = kept.at_timesteps(timestep, len(self.blocks))
-        kept.by_layer(len(self.blocks))
-        ctx = AttnContext(layout=layout, topk=kept, denoising=denoising, recorder=recorder)
-
         # all values per token are permuted once, here, and the velocity is permuted back at the end
-        x = self.patch_embedding(layout.permute(patchify(latents, self.patch_size)))
+        x = self.patch_embedding(layout.permute(patchify(x, self.patch_size)))
         if self.absolute_positions:
             x = x + layout.permute(sincos_table(grid, self.dim, layout.device)[None]).type_as(x)
         times = timestep[:, None] if timestep.dim() == 1 else layout.permute(timestep)
@@ -162,12 +149,9 @@ class VideoDiT(Network):
         cond = Conditioning(
             modulation=modulation,
             rope=self._rope(grid, layout),
-            text=self.condition_embedder.text_embedder(
-                # masked tokens must not affect the output, even if they hold NaN
-                text if text_mask is None else text.masked_fill(~text_mask[..., None], 0)
-            ),
-            text_mask=None if text_mask is None else text_mask[:, None, None],
-            image=None if image_embeds is None else self._image(image_embeds),
+            text=self.condition_embedder.text_embedder(text),
+            text_mask=None if mask is None else mask[:, None, None],
+            image=None if image is None or embed_image is None else embed_image(image),
         )
         for layer_idx, block in enumerate(self.blocks):
             x = block(x, cond, ctx.layer(layer_idx))
@@ -186,44 +170,15 @@ class VideoDiT(Network):
             raise ValueError(f"token grid {(t, h, w)} exceeds rope_max_seq_len {self.rope_max_seq_len}")
         return t, h, w
 
-    @property
-    def attention_projections(self) -> Sequence[nn.Module]:
-        return [block.attn1.projection for block in self._layers]
-
-    @property
-    def time_embedder(self) -> nn.Module:
-        return self.condition_embedder.time_embedder
-
     def self_attention(self, layer: int, h: Tensor, ctx: AttnContext) -> Tensor:
         rope = self._rope(ctx.layout.segments[0].grid_thw, ctx.layout)
-        return self._layers[layer].self_attention(h, rope, ctx)
-
-    def follows_attention(self, name: str) -> bool:
-        last = f"blocks.{len(self.blocks) - 1}."
-        after = ("attn1.to_out.", "attn2.", "norm2.", "ffn.")
-        return name.startswith(("proj_out.", "scale_shift_table", *(last + part for part in after)))
+        return self.blocks[layer].self_attention(h, rope, ctx)
 
     def reset_parameters(self) -> None:
         """Initialise every parameter, also after `to_empty` of a model built on the meta device."""
         init_parameters(self, init=self.init, dim=self.dim, num_layers=len(self.blocks))
         for method in self.attention_layers:
             method.reset_extra_parameters()
-
-    def parameter_roles(self) -> dict[str, Role]:
-        extras = tuple(
-            f"blocks.{i}.{name}." for i, method in enumerate(self.attention_layers) for name in method.extra_modules()
-        )
-
-        def role(name: str, parameter: nn.Parameter) -> Role:
-            if extras and name.startswith(extras):
-                return "gate"
-            if name == "proj_out.weight":
-                return "head"
-            if parameter.dim() == 1 or name.endswith("scale_shift_table"):
-                return "vector"
-            return "matrix" if name.startswith("blocks.") else "embedding"
-
-        return {name: role(name, parameter) for name, parameter in self.named_parameters()}
 
     def fixed_settings(self) -> dict[str, Any]:
         return {
@@ -237,7 +192,7 @@ class VideoDiT(Network):
 
     def compile_blocks(self, *, backend: str = "inductor") -> None:
         run = compiled_body(backend=backend)
-        for block in self._layers:
+        for block in self.blocks:
             block.run = run
 
     def rows(self, layer: str, *, num_tokens: int, text_len: int, image_len: int) -> int:
@@ -252,35 +207,3 @@ class VideoDiT(Network):
     def _rope(self, grid: Grid, layout: TileLayout) -> tuple[Tensor, Tensor]:
         cos, sin = rope_tables(grid, self.head_dim, layout.device, self.rope_theta)
         return layout.permute(cos[None])[0], layout.permute(sin[None])[0]
-
-    def _image(self, image_embeds: Tensor) -> Tensor:
-        assert self.condition_embedder.image_embedder is not None
-        return self.condition_embedder.image_embedder(image_embeds)
-
-    def _check_inputs(
-        self,
-        latents: Tensor,
-        timestep: Tensor,
-        text: Tensor,
-        text_mask: Tensor | None,
-        image_embeds: Tensor | None,
-        layout: TileLayout,
-    ) -> None:
-        batch, channels = latents.shape[:2]
-        if channels != self.in_channels:
-            raise ValueError(
-                f"model takes {self.in_channels} latent channels (x_t and cond_latents together), got {channels}"
-            )
-        if text.dim() != 3 or text.shape[0] != batch or text.shape[2] != self.text_dim:
-            raise ValueError(f"text must be [B, S, E] = [{batch}, S, {self.text_dim}], got {list(text.shape)}")
-        if text_mask is not None and (text_mask.dtype != torch.bool or text_mask.shape != text.shape[:2]):
-            raise ValueError(
-                f"text_mask must be bool {list(text.shape[:2])}, got {text_mask.dtype} {list(text_mask.shape)}"
-            )
-        if timestep.shape not in ((batch,), (batch, layout.num_tokens)):
-            raise ValueError(
-                f"timestep must be [{batch}] or [{batch}, {layout.num_tokens}], got {list(timestep.shape)}"
-            )
-        if (image_embeds is None) != (self.image_dim is None):
-            shape = None if image_embeds is None else list(image_embeds.shape)
-            raise ValueError(f"image_embeds must be set exactly if image_dim is: {self.image_dim}, got {shape}")

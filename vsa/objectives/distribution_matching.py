@@ -275,7 +275,8 @@ class DistributionMatching:
         """Velocity of the critic for data generated at step `index` of the list."""
         assert self.step_aware == (networks.fake_steps is not None)
         critic, steps = networks.fake_score, networks.fake_steps
-        with nullcontext() if steps is None else add_to_output(critic.time_embedder, steps(index)):
+        time_embedder = critic.get_submodule(critic.time_embedder)
+        with nullcontext() if steps is None else add_to_output(time_embedder, steps(index)):
             return critic(x_t, timestep, **batch.conditions, topk=topk)
 
     def _logits(

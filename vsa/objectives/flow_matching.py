@@ -200,4 +200,5 @@ def relative_error(actual: Tensor, expected: Tensor) -> Tensor:
 
 def attention_outputs(model: Network, enabled: bool) -> AbstractContextManager[dict[int, Tensor]]:
     """Collect the projected self-attention outputs `[B, L, C]` of every layer from the forward inside the context."""
-    return capture_outputs(dict(enumerate(model.attention_projections)) if enabled else {})
+    blocks = model.blocks if enabled else ()
+    return capture_outputs({i: block.get_submodule(model.attention_output) for i, block in enumerate(blocks)})

@@ -339,9 +339,12 @@ def generate(
 def settings_dict(settings: SampleSettings, run: LoadedRun) -> Mapping[str, Any]:
     """Settings and description of the weights as plain values, for the JSON file of the samples."""
     shape = settings.latent_shape
-    num_tiles, num_layers = run.model.layout_for(shape).num_video_tiles, len(run.model.blocks)
-    kept, changes = settings.kept(num_tiles, num_layers), settings.denoising.changes()
-    means = [topk.mean(num_tiles) for topk in kept]
+    layout = run.model.layout_for(shape)
+    num_tiles = layout.num_video_tiles
+    kept, changes = settings.kept(num_tiles, len(run.model.blocks)), settings.denoising.changes()
+    # the layers of a network without a top-k are recorded as dense
+    computed = [run.model.computed_tiles(layout, topk) for topk in kept] if run.model.selects else kept
+    means = [topk.mean(num_tiles) for topk in computed]
     return {
         "checkpoint": run.source,
         "step": run.step,

@@ -11,7 +11,6 @@ B batch, L tokens, H heads, D head dim, Nq / Nkv query / kv tiles.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -23,7 +22,7 @@ from vsa.attention.base import AttentionMethod
 from vsa.attention.context import AttnContext
 from vsa.attention.dense import text_attn
 from vsa.attention.fine_grained.grouping import Attend, Merge, plan_groups
-from vsa.attention.layout import Segment, TileLayout
+from vsa.attention.layout import TileLayout
 from vsa.attention.scores import per_head, with_damage_first
 from vsa.attention.selection import RowRule, select_blocks
 from vsa.attention.stats import density
@@ -78,17 +77,9 @@ class FineGrainedAttention(AttentionMethod):
         self.order, self.backend, self.allow_training = order, backend, allow_training
         self.top_p, self.rule = top_p, RowRule(top_p=top_p, crossing="keep")
 
-    def extra_repr(self) -> str:
-        return f"q_tokens={self.q_tokens}, kv_tokens={self.kv_tokens}, top_p={self.rule.top_p}, merge={self.merge}"
-
-    def layout(self, segments: Sequence[Segment], device: torch.device | str | None = None) -> TileLayout:
-        return TileLayout.build(
-            segments,
-            tile_thw=(1, 1, self.q_tokens),
-            kv_tile_thw=(1, 1, self.kv_tokens),
-            partition="hilbert_run" if self.order == "hilbert" else "raster_run",
-            device=device,
-        )
+    def tiling(self) -> dict[str, Any]:
+        partition = "hilbert_run" if self.order == "hilbert" else "raster_run"
+        return {"tile_thw": (1, 1, self.q_tokens), "kv_tile_thw": (1, 1, self.kv_tokens), "partition": partition}
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, ctx: AttnContext) -> dict[str, Tensor]:
         layout = ctx.layout
@@ -110,9 +101,6 @@ class FineGrainedAttention(AttentionMethod):
             shares = {f"{name}_density": density(lists, **how) for name, lists in (("kept", index), ("merged", union))}
             ctx.record(self.layer_idx, attended, q=q, k=k, fine=out, scores=mean_logits(video, k, layout), **shares)
         return {"out": out}
-
-    def combine(self, parts: dict[str, Tensor], extra: dict[str, Tensor], ctx: AttnContext) -> Tensor:
-        return parts["out"]
 
     def pairs(self, layout: TileLayout, topk: float) -> float:
         """Pairs with `topk` tiles after merging; all of them is an upper bound, since the number depends on q and k.

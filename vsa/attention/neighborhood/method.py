@@ -90,9 +90,6 @@ class NeighborhoodAttention(AttentionMethod):
         for rule, size in zip(rules, grid, strict=True):
             rule.at(size)
 
-    def extra_repr(self) -> str:
-        return f"window_thw={self.window_thw}, stride_thw={self.stride_thw}, tile_thw={self.tile_thw}"
-
     def layout(self, segments: Sequence[Segment], device: torch.device | str | None = None) -> TileLayout:
         axes = _axes(segments, self.rules)
         # dense attention needs no tiles
@@ -118,9 +115,6 @@ class NeighborhoodAttention(AttentionMethod):
         out = layout.merge(video, text_attn(q, k, v, layout))
         ctx.record(self.layer_idx, index, q=q, k=k, fine=out)
         return {"out": out}
-
-    def combine(self, parts: dict[str, Tensor], extra: dict[str, Tensor], ctx: AttnContext) -> Tensor:
-        return parts["out"]
 
     def pairs(self, layout: TileLayout, topk: float) -> float:
         """Pairs that are computed: all pairs of visited tiles, also those that a fine mask hides."""

@@ -9,7 +9,7 @@ B batch, L tokens, H heads, D head dim.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
@@ -22,7 +22,7 @@ from vsa.attention.base import AttentionMethod
 from vsa.attention.context import AttnContext
 from vsa.attention.full import text_attn
 from vsa.attention.kept_tiles import KeptTiles
-from vsa.attention.layout import Segment, TileLayout
+from vsa.attention.layout import TileLayout
 from vsa.attention.scores import with_damage_first
 from vsa.attention.selection import RowRule, Shares, sparge_top_p
 from vsa.attention.sparge.mask import BlockStatistics, block_statistics, first_stage
@@ -129,10 +129,6 @@ class SpargeAttention(AttentionMethod):
             return None if self.file is None else self.file.values()
         return getattr(self, name)
 
-    def extra_repr(self) -> str:
-        what = f"tuned={self.path}" if self.path is not None else f"tau={self.tau}, theta={self.theta}"
-        return f"q_tokens={self.q_tokens}, kv_tokens={self.kv_tokens}, order={self.order}, rule={self.rule}, {what}"
-
     def check_model(self, num_layers: int) -> None:
         if self.file is not None:
             assert self.path is not None
@@ -151,14 +147,9 @@ class SpargeAttention(AttentionMethod):
             )
         return tuple(self.file.found[self.layer_idx])
 
-    def layout(self, segments: Sequence[Segment], device: torch.device | str | None = None) -> TileLayout:
-        return TileLayout.build(
-            segments,
-            tile_thw=(1, 1, self.q_tokens),
-            kv_tile_thw=(1, 1, self.kv_tokens),
-            partition="hilbert_run" if self.order == "hilbert" else "raster_run",
-            device=device,
-        )
+    def tiling(self) -> dict[str, Any]:
+        partition = "hilbert_run" if self.order == "hilbert" else "raster_run"
+        return {"tile_thw": (1, 1, self.q_tokens), "kv_tile_thw": (1, 1, self.kv_tokens), "partition": partition}
 
     def statistics(self, q: Tensor, k: Tensor, layout: TileLayout) -> BlockStatistics:
         """Scores and similarities of the blocks of a row of tokens q, k `[B, L, H, D]` in the layout's order."""
@@ -213,9 +204,6 @@ class SpargeAttention(AttentionMethod):
         scores = None if statistics is None else statistics.scores
         ctx.record(self.layer_idx, index, q=q, k=k, fine=out, scores=scores, skipped=skipped)
         return {"out": out}
-
-    def combine(self, parts: dict[str, Tensor], extra: dict[str, Tensor], ctx: AttnContext) -> Tensor:
-        return parts["out"]
 
     @property
     def expected_share(self) -> float:  # type: ignore[override]

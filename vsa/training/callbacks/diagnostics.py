@@ -120,7 +120,8 @@ class Diagnostics(L.Callback):
             f"diag/recall_layer_{n}": float(row.mean()) for n, row in zip(layers, tables["recall"], strict=True)
         }
         pl_module.log_step({**{f"diag/{name}": mean for name, mean in means.items()}, **by_layer}, step)
-        num_tiles = pl_module.model.layout_for(shape).num_video_tiles
+        layout = pl_module.model.layout_for(shape)
+        num_tiles = layout.num_video_tiles
         kept = self._kept(topk)
         # layers that keep every tile have a recall of 1 and would raise the mean
         num_layers = len(pl_module.model.blocks)
@@ -131,7 +132,8 @@ class Diagnostics(L.Callback):
         if trainer.is_global_zero:
             by_level = [k.by_layer(num_layers) for k in kept] if topk.changes else topk.number
             record = {"step": step, "latent_shape": list(shape), "topk": by_level, "num_tiles": num_tiles}
-            record["sparsity"] = 1 - fmean(k.mean(num_tiles) for k in kept) / num_tiles
+            computed = [pl_module.model.computed_tiles(layout, k).mean(num_tiles) for k in kept]
+            record["sparsity"] = 1 - fmean(computed) / num_tiles
             with never_fatal(f"the picture of {self.folder}, step {step}"):
                 self._show(trainer, record, layers, means, tables)
 

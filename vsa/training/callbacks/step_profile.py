@@ -135,7 +135,7 @@ class StepProfile(L.Callback):
             times = step_times(json.load(file)["traceEvents"], WINDOW, self.steps)
         device = module.device
         flops = module.step_flops(batch, module.global_step - 1)
-        operator = flops.self_attention * len(batch.sample_ids) * module.accumulate
+        operator = flops.selected * len(batch.sample_ids) * module.accumulate
         speed, bandwidth = matrix_speed(device), copy_bandwidth(device)
         bytes_by_kind = {**times.bytes, **self._moved_per_step(trainer, module)}
         floors = {
@@ -145,9 +145,6 @@ class StepProfile(L.Callback):
         }
         # none for what does not run, or has no sizes in the trace
         floors = {kind: floor for kind, floor in floors.items() if floor}
-        if not module.model.selects:
-            # dense attention does not run the sparse operator
-            floors.pop(OPERATOR, None)
         name = (
             torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
         )

@@ -10,9 +10,7 @@ import lightning as L
 import torch
 
 from vsa.attention.kept_tiles import KeptTiles
-from vsa.attention.layout import TileLayout
 from vsa.data.batch import VideoBatch
-from vsa.models.network import Network
 from vsa.training.modules.base import DiffusionModule
 from vsa.training.rank_times import CollectiveClock, RankTimes
 from vsa.training.run_state import RunStatus
@@ -117,10 +115,9 @@ class Throughput(L.Callback):
             return
         now, peak = DeviceTimestamp(pl_module.device), peak_tflops(pl_module.device)
         pl_module.log_step(self._speeds(now, pl_module.status, peak, trainer.world_size), step)
-        tiles = layout.num_video_tiles
         metrics = {
             "throughput/flops_total": pl_module.status.flops_total,
-            **sparsity_metrics(computed_tiles(model, layout, topk), tiles),
+            **sparsity_metrics(model.computed_tiles(layout, topk), layout.num_video_tiles),
         }
         if self._ranks is not None:
             metrics |= self._ranks.metrics(trainer)
@@ -149,18 +146,6 @@ class Throughput(L.Callback):
             return metrics
 
         return speeds
-
-
-def computed_tiles(model: Network, layout: TileLayout, topk: KeptTiles) -> KeptTiles:
-    """Tiles per query tile; those of layers without a top-k from the pairs of tokens that they compute."""
-    methods, pairs = model.attention_layers, model.pairs(layout)
-    if all(method.selects for method in methods):
-        return topk
-    tiles, dense = layout.num_video_tiles, layout.num_tokens**2
-    if not model.selects:
-        return KeptTiles((tiles * (sum(pairs) / (len(pairs) * dense)),))
-    layers = zip(methods, topk.by_layer(len(methods)), pairs, strict=True)
-    return KeptTiles(tuple(k if method.selects else tiles * (own / dense) for method, k, own in layers))
 
 
 def sparsity_metrics(topk: KeptTiles, num_tiles: int) -> dict[str, float]:

@@ -16,7 +16,6 @@ from vsa.attention.base import AttentionMethod
 from vsa.attention.kept_tiles import KeptTiles
 from vsa.attention.layout import TileLayout
 from vsa.data.parallel_dims import ParallelDims
-from vsa.models.flops import linear_flops
 from vsa.models.network import Network
 from vsa.models.recompute import Level
 from vsa.training.estimate.block import BlockShape
@@ -141,9 +140,9 @@ class Job:
         mask = BlockMask(index=index, q_blocks=blocks, kv_blocks=blocks, kv_valid=None)
         return kernels_of(x, x, x, mask, self.chip).workspace
 
-    def linear(self, network: PlannedNetwork, part: str = "") -> float:
-        """FLOPs of the linear layers in the forward of a sample."""
-        return _linear(network, self.tokens(network), self.text, part)
+    def linear(self, network: PlannedNetwork, recomputed: Level | None = None) -> float:
+        """FLOPs of the linear layers in the forward of a sample, or of those that the backward computes again."""
+        return _linear(network, self.tokens(network), self.text, recomputed)
 
 
 @lru_cache(maxsize=64)
@@ -153,8 +152,8 @@ def layout_of(network: PlannedNetwork, latent_shape: tuple[int, ...]) -> TileLay
 
 
 @lru_cache(maxsize=64)
-def _linear(network: PlannedNetwork, tokens: int, text: int, part: str) -> float:
-    return linear_flops(network.model, num_tokens=tokens, text_len=text, part=part)
+def _linear(network: PlannedNetwork, tokens: int, text: int, recomputed: Level | None) -> float:
+    return network.model.linear_flops(num_tokens=tokens, text_len=text, recomputed=recomputed)
 
 
 def runs_operator(method: AttentionMethod, tiles: int, topk: KeptTiles) -> bool:

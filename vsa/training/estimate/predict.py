@@ -142,7 +142,7 @@ def step_seconds(job: Job, gpu: Gpu) -> Parts:
     for network in job.networks:
         blocks, layers = job.blocks(network), len(network.model.blocks)
         head = head_traffic(next(iter(blocks)))
-        linear, again = job.linear(network), _again(job, network)
+        linear, again = job.linear(network), job.linear(network, job.level)
         for kind, times in network.passes.items():
             training = kind == TRAINING
             twice = training and job.level == "full"
@@ -182,17 +182,6 @@ def step_seconds(job: Job, gpu: Gpu) -> Parts:
     if job.dims.ranks > 1 and gpu.link_bytes:
         parts["communication, exposed"] = _exposed(job, gpu, sum(parts.values()))
     return parts
-
-
-def _again(job: Job, network: PlannedNetwork) -> float:
-    """FLOPs of the linear layers that the backward of a sample recomputes."""
-    if job.level == "none":
-        return 0.0
-    blocks = job.linear(network, "blocks.")
-    if job.level != "attention":
-        return blocks
-    # the projection of cross-attention belongs to what follows
-    return blocks - job.linear(network, ".attn2.to_out") - job.linear(network, ".ffn.")
 
 
 def _attention(job: Job, network: PlannedNetwork, gpu: Gpu, *, training: bool, twice: bool) -> float:

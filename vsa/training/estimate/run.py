@@ -196,8 +196,10 @@ def full_lines(name: str, estimate: Estimate, dense: Callable[[Job], Job] | None
     job, gpu = estimate.largest, estimate.gpu
     network = job.networks[0]
     layout = layout_of(network, job.latent_shape)
-    topk = max(job.topk.layers)
-    tiles = f", top {topk} of {layout.num_video_tiles} tiles" if network.model.selects else ""
+    methods = network.model.attention_layers
+    selecting = sum(method.selects for method in methods)
+    tiles = f", top {max(job.topk.layers)} of {layout.num_video_tiles} tiles" if selecting else ""
+    tiles += f" in {selecting} of {len(methods)} layers" if 0 < selecting < len(methods) else ""
     batch, micro_batches = _count(job.batch, "sample"), _count(job.micro_batches, "micro-batch", "es")
     lines = [
         f"{name} on {job.dims.ranks} x {gpu.name}, parameters in {job.dims.shard} shard{'s' * (job.dims.shard > 1)}",
