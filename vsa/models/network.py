@@ -269,7 +269,7 @@ class Network(nn.Module):
             ValueError: no such grid, or layers that order or tile the tokens in different ways.
         """
         segments = (Segment(grid_thw=self.grid(latent_shape)),)
-        first = self.blocks[0].method
+        first = next(block.method for block in self.blocks)
         if first.is_dense:
             first = next((method for method in self.attention_layers if not method.is_dense), first)
         layout = first.layout(segments, device)
@@ -366,9 +366,10 @@ class Network(nn.Module):
         if topk is None:
             return [method.expected_pairs(layout) for method in methods]
         counts = KeptTiles.of(topk).largest().by_layer(len(methods))
-        # a top-k says nothing about the layers that select by another rule, or not at all
+        # beside layers that select by a top-k, it says nothing about those with another rule
+        other = self.selects
         return [
-            method.pairs(layout, k) if method.selects else method.expected_pairs(layout)
+            method.expected_pairs(layout) if other and not method.selects else method.pairs(layout, k)
             for method, k in zip(methods, counts, strict=True)
         ]
 

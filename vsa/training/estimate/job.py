@@ -14,7 +14,6 @@ from vsa_kernels.block_sparse.mask import BlockMask
 
 from vsa.attention.base import AttentionMethod
 from vsa.attention.kept_tiles import KeptTiles
-from vsa.attention.layout import TileLayout
 from vsa.data.parallel_dims import ParallelDims
 from vsa.models.network import Network
 from vsa.models.recompute import Level
@@ -101,11 +100,11 @@ class Job:
 
     def tokens(self, network: PlannedNetwork) -> int:
         """Tokens of a sample."""
-        return layout_of(network, self.latent_shape).num_tokens
+        return network.model.layout_for(self.latent_shape).num_tokens
 
     def blocks(self, network: PlannedNetwork) -> Mapping[BlockShape, int]:
         """Kinds of blocks of a network, with the sizes of a micro-batch, and the number of layers of each."""
-        tiles = layout_of(network, self.latent_shape).num_video_tiles
+        tiles = network.model.layout_for(self.latent_shape).num_video_tiles
         kinds = Counter(
             (len(method.extra_modules()), tiles if runs_operator(method, tiles, self.topk) else 0)
             for method in network.model.attention_layers
@@ -132,7 +131,7 @@ class Job:
         """Bytes that the operator's backward takes and gives back."""
         if self.chip is None:
             return 0
-        blocks, heads = layout_of(network, self.latent_shape).blocks, network.model.num_heads
+        blocks, heads = network.model.layout_for(self.latent_shape).blocks, network.model.num_heads
         with torch.device("meta"):
             x = torch.empty(self.batch, self.tokens(network), heads, network.model.head_dim, dtype=torch.bfloat16)
             lists = torch.empty(1, 1, blocks.num, topk, dtype=torch.int32)
@@ -143,12 +142,6 @@ class Job:
     def linear(self, network: PlannedNetwork, recomputed: Level | None = None) -> float:
         """FLOPs of the linear layers in the forward of a sample, or of those that the backward computes again."""
         return _linear(network, self.tokens(network), self.text, recomputed)
-
-
-@lru_cache(maxsize=64)
-def layout_of(network: PlannedNetwork, latent_shape: tuple[int, ...]) -> TileLayout:
-    """The tile layout of a network's latents."""
-    return network.model.layout_for(latent_shape)
 
 
 @lru_cache(maxsize=64)

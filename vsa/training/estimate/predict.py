@@ -19,7 +19,7 @@ from vsa.training.estimate.block import (
     turn_bytes,
 )
 from vsa.training.estimate.gpus import GIB, Gpu
-from vsa.training.estimate.job import FORWARD, TRAINING, Job, PlannedNetwork, layout_of, runs_operator
+from vsa.training.estimate.job import FORWARD, TRAINING, Job, PlannedNetwork, runs_operator
 
 CONTEXT = 0.8 * GIB
 """Bytes of the CUDA context, libraries and buffers of collectives; assumed, not measured."""
@@ -187,7 +187,7 @@ def step_seconds(job: Job, gpu: Gpu) -> Parts:
 def _attention(job: Job, network: PlannedNetwork, gpu: Gpu, *, training: bool, twice: bool) -> float:
     """Seconds of self-attention for a sample."""
     model = network.model
-    layout = layout_of(network, job.latent_shape)
+    layout = model.layout_for(job.latent_shape)
     tiles = layout.num_video_tiles
     runs = [runs_operator(method, tiles, job.topk) for method in model.attention_layers]
     seconds = 0.0

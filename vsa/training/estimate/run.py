@@ -14,7 +14,7 @@ from vsa.models.init import without_memory
 from vsa.models.recompute import LEVELS, Level
 from vsa.training.budgets import budget_of
 from vsa.training.estimate.gpus import GIB, MEASURED_BY, Gpu
-from vsa.training.estimate.job import Job, layout_of
+from vsa.training.estimate.job import Job
 from vsa.training.estimate.predict import fitting, step_seconds, total_memory, whole_memory
 
 MARGIN = 0.02
@@ -54,7 +54,7 @@ def _jobs_of(
     def at(step: int) -> list[tuple[float, Job]]:
         jobs = []
         for shape, count in shapes.items():
-            tiles, layers = layout_of(networks[0], shape).num_video_tiles, len(first.blocks)
+            tiles, layers = first.layout_for(shape).num_video_tiles, len(first.blocks)
             topk = module.sparsity.topk_per_layer(step, tiles, layers) if first.selects else KeptTiles((tiles,))
             jobs.append((count / total, Job(latent_shape=shape, topk=topk.largest(), **common)))
         return jobs
@@ -195,11 +195,10 @@ def full_lines(name: str, estimate: Estimate, dense: Callable[[Job], Job] | None
     """
     job, gpu = estimate.largest, estimate.gpu
     network = job.networks[0]
-    layout = layout_of(network, job.latent_shape)
-    methods = network.model.attention_layers
-    selecting = sum(method.selects for method in methods)
+    layout = network.model.layout_for(job.latent_shape)
+    selecting, layers = sum(method.selects for method in network.model.attention_layers), len(network.model.blocks)
     tiles = f", top {max(job.topk.layers)} of {layout.num_video_tiles} tiles" if selecting else ""
-    tiles += f" in {selecting} of {len(methods)} layers" if 0 < selecting < len(methods) else ""
+    tiles += f" in {selecting} of {layers} layers" if 0 < selecting < layers else ""
     batch, micro_batches = _count(job.batch, "sample"), _count(job.micro_batches, "micro-batch", "es")
     lines = [
         f"{name} on {job.dims.ranks} x {gpu.name}, parameters in {job.dims.shard} shard{'s' * (job.dims.shard > 1)}",
