@@ -18,6 +18,7 @@ from vsa.attention.kept_tiles import KeptTiles
 from vsa.attention.sparge.method import SpargeAttention
 from vsa.attention.video_sparse import VideoSparseAttention
 from vsa.checkpoints.convert import Conversion, convert
+from vsa.checkpoints.lora import LoRA
 from vsa.checkpoints.weight_source import open_weights
 from vsa.sampling.pipeline import generate, load_run, settings_dict
 from vsa.training.estimate.gpus import GPUS
@@ -102,6 +103,47 @@ def test_another_network_has_no_export(training, tmp_path):
     training(TINY, "trainer.max_steps=1")
     with pytest.raises(ValueError, match="TinyNetwork has no counterpart in WanTransformer3DModel"):
         convert(open_weights(training.folder()), tmp_path / "out", Conversion())
+
+
+def tiny_network(attention=SPARSE) -> TinyNetwork:
+    sizes = {"num_attention_heads": 2, "attention_head_dim": 8, "ffn_dim": 24, "text_dim": 8, "freq_dim": 8}
+    return TinyNetwork(attention=attention, num_layers=2, **sizes)
+
+
+@pytest.mark.parametrize("make", [partial(make_model, SPARSE), tiny_network], ids=["VideoDiT", "TinyNetwork"])
+def test_the_parts_that_a_network_names_exist(make):
+    model = make()
+    parameters = dict(model.named_parameters())
+    assert model.head in parameters
+    assert model.get_submodule(model.time_embedder)
+    own = [name.removeprefix("blocks.0.") for name in parameters if name.startswith("blocks.0.")]
+    for part in (*model.after_attention, *model.after_cross_attention, model.attention_output):
+        assert any(name.startswith(part) for name in own), part
+    for part in (*model.modulation, *model.adapted_layers):
+        assert any(name.removesuffix(".weight").endswith(part) for name in own), part
+    assert all(any(name.startswith(part) for name in parameters) for part in model.after_blocks)
+    assert set(model.parameter_roles().values()) == {"matrix", "vector", "embedding", "gate", "head"}
+    # 2 operations for each weight of every layer that the backward computes again
+    sizes = {"num_tokens": 5, "text_len": 3}
+    linear = {name: p.numel() for name, p in parameters.items() if p.dim() > 1 and "table" not in name}
+    rows = {name: model.rows(name.removesuffix(".weight"), **sizes, image_len=0) for name in linear}
+    after = [f".{part}" for part in model.after_cross_attention]
+    again = {
+        None: [*linear],
+        "none": [],
+        "attention": [n for n in linear if n.startswith("blocks.") and not any(part in n for part in after)],
+        "full": [n for n in linear if n.startswith("blocks.")],
+    }
+    for level, names in again.items():
+        assert model.linear_flops(**sizes, recomputed=level) == sum(2 * rows[n] * linear[n] for n in names), level
+
+
+def test_lora_adapts_the_layers_that_a_network_names():
+    pytest.importorskip("peft")
+    model = tiny_network()
+    LoRA(rank=2, alpha=2.0).inject(model)
+    adapted = {name.partition(".lora_A")[0] for name, _ in model.named_parameters() if ".lora_A" in name}
+    assert adapted == {f"blocks.{i}.{name}" for i in range(2) for name in model.adapted_layers}
 
 
 def test_layers_that_tile_in_two_ways_share_no_layout():
