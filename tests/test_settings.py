@@ -13,7 +13,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from vsa.settings import AtLeastOne, Bound, Positive, PositiveShare, Share, checked, describe, fits, plain, refusal
+from vsa.settings import AtLeastOne, Bound, Positive, PositiveShare, Share, describe, fits, plain, refusal, validated
 
 Names = Literal["a", "b"]
 
@@ -144,7 +144,7 @@ def test_a_refusal_is_one_line_with_key_value_and_what_is_expected():
     assert refusal("output_dir", None, str) == "output_dir=null: expected text, got null"
 
 
-@checked
+@validated
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
     steps: AtLeastOne

@@ -54,7 +54,7 @@ Class = TypeVar("Class", bound=type)
 _SCALARS = {bool: "true or false", int: "an integer", float: "a number", str: "text", types.NoneType: "null"}
 
 
-def checked(cls: Class) -> Class:
+def validated(cls: Class) -> Class:
     """Class decorator that makes a constructor raise ValueError for invalid values.
 
     Arguments whose annotation contains a class of this project are not checked.

@@ -32,9 +32,9 @@ from vsa.data.codecs import HaarCodec
 from vsa.data.toy_videos import caption_of, clip_attributes, evaluation_prompts, render_clip
 from vsa.errors import one_line_errors
 from vsa.sampling.pipeline import (
-    LoadedRun,
     ProgressFn,
     SampleSettings,
+    SamplingPipeline,
     clip_seeds,
     decode_latents,
     load_run,
@@ -65,7 +65,7 @@ def merge(folder: Path) -> None:
     merge_checkpoints(str(teacher), merged, sparse=str(adapted), few_step=str(dense))
 
 
-def load_runs(folder: Path, device: str | None) -> dict[str, LoadedRun]:
+def load_runs(folder: Path, device: str | None) -> dict[str, SamplingPipeline]:
     """Teacher and students of one seed.
 
     Raises:
@@ -87,12 +87,12 @@ def load_runs(folder: Path, device: str | None) -> dict[str, LoadedRun]:
     return runs
 
 
-def objective(run: LoadedRun) -> Mapping[str, Any]:
+def objective(run: SamplingPipeline) -> Mapping[str, Any]:
     """Settings of the losses that a run was trained with."""
     return resolve_checkpoint(run.source).state["config"]["task"]["objective"]
 
 
-def refuse_other_objectives(runs: Sequence[LoadedRun]) -> None:
+def refuse_other_objectives(runs: Sequence[SamplingPipeline]) -> None:
     """Raise ValueError for runs with different losses, because finished runs with any settings are kept."""
     first = objective(runs[0])
     for run in runs[1:]:
@@ -106,11 +106,11 @@ def refuse_other_objectives(runs: Sequence[LoadedRun]) -> None:
 
 
 def sampled(
-    runs: Mapping[str, LoadedRun], seed: int, steps: int, guidance: float, batch_size: int
-) -> dict[str, tuple[LoadedRun, SampleSettings]]:
+    runs: Mapping[str, SamplingPipeline], seed: int, steps: int, guidance: float, batch_size: int
+) -> dict[str, tuple[SamplingPipeline, SampleSettings]]:
     """The compared rows by name, each a run with its sampling settings."""
     few = len(runs["dense"].step_list or ())
-    how: dict[str, tuple[LoadedRun, dict[str, Any]]] = {
+    how: dict[str, tuple[SamplingPipeline, dict[str, Any]]] = {
         "teacher": (runs["teacher"], {"steps": steps, "guidance": guidance}),
         "teacher, few steps": (runs["teacher"], {"steps": few, "guidance": guidance}),
         **{f"{name} student": (runs[name], {}) for name in STUDENTS},
@@ -124,7 +124,7 @@ def sampled(
     return rows
 
 
-def sample(run: LoadedRun, prompts: Sequence[str], settings: SampleSettings, progress: ProgressFn) -> Tensor:
+def sample(run: SamplingPipeline, prompts: Sequence[str], settings: SampleSettings, progress: ProgressFn) -> Tensor:
     """Normalised latents `[N, C, T, H, W]` on the CPU, from the noise of `clip_seeds`."""
     seeds = clip_seeds(settings.seed, prompts)
     batches = []
@@ -157,7 +157,7 @@ def matching_clips(prompts: Sequence[str], seed: int) -> list[int]:
     return indices
 
 
-def real_latents(run: LoadedRun, prompts: Sequence[str], seed: int, shape: Sequence[int]) -> Tensor:
+def real_latents(run: SamplingPipeline, prompts: Sequence[str], seed: int, shape: Sequence[int]) -> Tensor:
     """Rendered clips of the prompts as normalised latents of the run: `[N, C, T, H, W]`."""
     frames, height, width = run.codec.decode(torch.zeros(*shape)).shape[:3]
     clips = (render_clip(seed, index, size=(frames, height, width))[0] for index in matching_clips(prompts, seed))
@@ -165,7 +165,7 @@ def real_latents(run: LoadedRun, prompts: Sequence[str], seed: int, shape: Seque
 
 
 def evaluate(
-    rows: Mapping[str, tuple[LoadedRun, SampleSettings]],
+    rows: Mapping[str, tuple[SamplingPipeline, SampleSettings]],
     prompts: Sequence[str],
     seed: int,
     out: Path,

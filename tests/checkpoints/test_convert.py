@@ -30,7 +30,7 @@ from vsa.cli import convert as cli
 from vsa.config import build
 from vsa.errors import one_line_errors
 from vsa.models.video_dit import VideoDiT
-from vsa.sampling.pipeline import LoadedRun
+from vsa.sampling.pipeline import SamplingPipeline
 
 pytestmark = pytest.mark.filterwarnings("ignore:tiles .* full:UserWarning")
 
@@ -421,7 +421,7 @@ def test_exported_topk_is_that_of_the_last_step_trained(name, step, run_template
     schedule = build(SCHEDULES[name])
     schedule.load_state_dict(state["sparsity_state"])
     assert sparse.num_tiles == TILES
-    run = LoadedRun(
+    run = SamplingPipeline(
         model=random_model(SPARSE),
         codec=cast(Any, None),
         text_encoder=cast(Any, None),

@@ -16,7 +16,7 @@ from vsa.checkpoints.sparse_config import read_sparse_config
 from vsa.diffusion.flow_matching import noise_like
 from vsa.diffusion.sampler import euler_sigmas, guide, sample_euler
 from vsa.integrations.diffusers import applied_attention, apply, load_sparse, remove
-from vsa.sampling.pipeline import LoadedRun, SampleSettings, clip_seeds, encode_prompts, load_run, sample_latents
+from vsa.sampling.pipeline import SampleSettings, SamplingPipeline, clip_seeds, encode_prompts, load_run, sample_latents
 
 pytestmark = pytest.mark.filterwarnings("ignore:tiles .* full")
 
@@ -29,12 +29,12 @@ PLANS: dict[str, dict[str, Any]] = {
 }
 
 
-def in_run(run: LoadedRun, settings: SampleSettings) -> Tensor:
+def in_run(run: SamplingPipeline, settings: SampleSettings) -> Tensor:
     return sample_latents(run.model, run.text_encoder, PROMPTS, clip_seeds(0, PROMPTS), settings)
 
 
 @torch.no_grad()
-def in_transformer(transformer: Any, run: LoadedRun, settings: SampleSettings) -> Tensor:
+def in_transformer(transformer: Any, run: SamplingPipeline, settings: SampleSettings) -> Tensor:
     """Two passes a step, the conditional one first, as Wan's pipelines do."""
     cond, uncond = (encode_prompts(run.text_encoder, texts, "cpu", "zeros")[0] for texts in (PROMPTS, ["", ""]))
 

@@ -19,7 +19,7 @@ from vsa.checkpoints.run_checkpoint import resolve_checkpoint
 from vsa.checkpoints.sampling_settings import SAMPLING
 from vsa.checkpoints.sparse_config import read_sparse_config
 from vsa.cli.convert import convert as convert_command
-from vsa.sampling.pipeline import LoadedRun, clip_seeds, load_run, sample_latents, settings_dict
+from vsa.sampling.pipeline import SamplingPipeline, clip_seeds, load_run, sample_latents, settings_dict
 
 pytestmark = pytest.mark.filterwarnings("ignore:tiles .* full:UserWarning")
 
@@ -71,7 +71,7 @@ def there_and_back(run: Path, folder: Path, to: str = "diffusers", *options: str
     return folder / "back"
 
 
-def latents_of(run: LoadedRun, **options: Any) -> torch.Tensor:
+def latents_of(run: SamplingPipeline, **options: Any) -> torch.Tensor:
     prompts = ["a red circle", "a blue square moving up"]
     return sample_latents(run.model, run.text_encoder, prompts, clip_seeds(4, prompts), run.settings(**options))
 

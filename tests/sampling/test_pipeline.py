@@ -22,8 +22,8 @@ from vsa.diffusion.rollout import rollout, rollout_noise
 from vsa.evaluation.attention_map import draw_attention, record_attention
 from vsa.models.video_dit import VideoDiT
 from vsa.sampling.pipeline import (
-    LoadedRun,
     SampleSettings,
+    SamplingPipeline,
     clip_seeds,
     decode_latents,
     encode_prompts,
@@ -38,7 +38,7 @@ PROMPTS = ["a red circle moving left slowly", "a blue square moving up", "", "a 
 
 
 @pytest.fixture(scope="module")
-def run(tiny_run_dir: Path) -> LoadedRun:
+def run(tiny_run_dir: Path) -> SamplingPipeline:
     return load_run(tiny_run_dir, device="cpu")
 
 
@@ -53,7 +53,7 @@ def test_load_run_takes_the_named_weights(tiny_run_dir: Path, weights):
     assert (tiny_run.step, tiny_run.weights) == (7, weights)
 
 
-def test_settings_left_out_come_from_the_run(run: LoadedRun):
+def test_settings_left_out_come_from_the_run(run: SamplingPipeline):
     settings = run.settings()
     assert settings.latent_shape == LATENT_SHAPE
     assert settings.flow_shift == 3.0
@@ -121,12 +121,12 @@ def test_averaged_weights_are_taken_where_there_are_any(write_tiny_run, tmp_path
         ({"latent_shape": [4, 8, 8]}, r"\(4, 8, 8\)"),
     ],
 )
-def test_settings_refuse(run: LoadedRun, kwargs: dict, message: str):
+def test_settings_refuse(run: SamplingPipeline, kwargs: dict, message: str):
     with pytest.raises(ValueError, match=message):
         run.settings(**kwargs)
 
 
-def test_samples_equal_a_loop_with_diffusers_scheduler_and_two_passes(run: LoadedRun):
+def test_samples_equal_a_loop_with_diffusers_scheduler_and_two_passes(run: SamplingPipeline):
     settings = run.settings(steps=5, guidance=3.5, seed=11)
     seeds = clip_seeds(11, PROMPTS[:2])
     ours = sample_latents(run.model, run.text_encoder, PROMPTS[:2], seeds, settings)
@@ -147,7 +147,7 @@ def test_samples_equal_a_loop_with_diffusers_scheduler_and_two_passes(run: Loade
     assert (without_guidance - ours).abs().max() > 1e-2
 
 
-def test_a_clip_does_not_depend_on_its_batch_and_depends_on_prompt_and_seed(run: LoadedRun):
+def test_a_clip_does_not_depend_on_its_batch_and_depends_on_prompt_and_seed(run: SamplingPipeline):
     settings = run.settings(steps=3, guidance=2.0, seed=5)
     steps: list[int] = []
     videos = generate(run, PROMPTS, settings, steps.append)
@@ -171,7 +171,7 @@ def test_sampling_leaves_the_global_random_state_alone(tiny_run_dir: Path):
     assert torch.equal(state, torch.random.get_rng_state())
 
 
-def test_prompts_are_padded_and_masked(run: LoadedRun):
+def test_prompts_are_padded_and_masked(run: SamplingPipeline):
     text, mask = encode_prompts(run.text_encoder, PROMPTS, "cpu")
     assert text.shape == (4, run.text_encoder.max_tokens, 64)
     for i, prompt in enumerate(PROMPTS):
@@ -181,7 +181,7 @@ def test_prompts_are_padded_and_masked(run: LoadedRun):
         assert (text[i, ~mask[i]] == 0).all()
 
 
-def test_the_noise_of_a_clip_is_that_of_its_prompt(run: LoadedRun):
+def test_the_noise_of_a_clip_is_that_of_its_prompt(run: SamplingPipeline):
     prompts = [*(f"a square {n}" for n in range(40)), *["a square 1"] * 10]
     seeds = torch.cat([clip_seeds(s, prompts) for s in range(20)])
     assert len(set(seeds.tolist())) == 1000
@@ -197,7 +197,7 @@ def test_the_noise_of_a_clip_is_that_of_its_prompt(run: LoadedRun):
 class Oracle(nn.Module):
     """A velocity field that leads each prompt's noise to a known clip."""
 
-    def __init__(self, run: LoadedRun, targets: dict[str, Tensor]):
+    def __init__(self, run: SamplingPipeline, targets: dict[str, Tensor]):
         super().__init__()
         self.inner = run.model
         texts = encode_prompts(run.text_encoder, list(targets), "cpu")[0]
@@ -210,7 +210,7 @@ class Oracle(nn.Module):
         return (x - target) / (timestep / 1000).view(-1, 1, 1, 1, 1)
 
 
-def test_a_perfect_model_gives_the_clip_of_its_prompt(run: LoadedRun):
+def test_a_perfect_model_gives_the_clip_of_its_prompt(run: SamplingPipeline):
     clips = [render_clip(3, i, size=(16, 64, 64)) for i in range(3)]
     mean, std = run.latent_mean.view(-1, 1, 1, 1), run.latent_std.view(-1, 1, 1, 1)
     targets = {caption: (run.codec.encode(video) - mean) / std for video, caption, _ in clips}
@@ -223,7 +223,7 @@ def test_a_perfect_model_gives_the_clip_of_its_prompt(run: LoadedRun):
         assert score_clip(video, prompt) == {"colour": True, "direction": True, "shape": True}
 
 
-def test_decode_undoes_the_normalisation(run: LoadedRun):
+def test_decode_undoes_the_normalisation(run: SamplingPipeline):
     video = render_clip(0, 0, size=(16, 64, 64))[0]
     raw = run.codec.encode(video)
     mean, std = run.latent_mean.view(-1, 1, 1, 1), run.latent_std.view(-1, 1, 1, 1)
@@ -231,7 +231,7 @@ def test_decode_undoes_the_normalisation(run: LoadedRun):
     assert (videos[0].int() - run.codec.decode(raw).int()).abs().max() <= 1
 
 
-def test_record_attention_gives_the_selection_of_every_layer(run: LoadedRun):
+def test_record_attention_gives_the_selection_of_every_layer(run: SamplingPipeline):
     text, mask = encode_prompts(run.text_encoder, PROMPTS[:1], "cpu")
     latents = torch.randn(1, *LATENT_SHAPE, generator=torch.Generator().manual_seed(0))
     records = record_attention(run.model, latents, text, mask, sigma=0.5, topk=3)
@@ -244,7 +244,7 @@ def test_record_attention_gives_the_selection_of_every_layer(run: LoadedRun):
         assert (tiles.diff(dim=-1) > 0).all()
 
 
-def test_draw_attention(run: LoadedRun, tmp_path: Path):
+def test_draw_attention(run: SamplingPipeline, tmp_path: Path):
     out = draw_attention(run, PROMPTS[0], run.settings(steps=2), tmp_path / "tiles.png")
     assert np.asarray(Image.open(out)).std() > 1
 
@@ -256,7 +256,7 @@ def test_draw_attention_refuses_dense_attention(write_tiny_run, tmp_path: Path):
     assert not (tmp_path / "tiles.png").exists()
 
 
-def test_settings_are_plain_json(run: LoadedRun):
+def test_settings_are_plain_json(run: SamplingPipeline):
     record = json.loads(json.dumps(settings_dict(run.settings(topk=2), run)))
     assert record["sparsity"] == 0.75
     assert record["num_tiles"] == 8
@@ -295,7 +295,7 @@ STEPS = (1000.0, 757.0, 522.0)
 
 
 @pytest.fixture(scope="module")
-def distilled(tmp_path_factory: pytest.TempPathFactory, tiny_config, write_tiny_run) -> LoadedRun:
+def distilled(tmp_path_factory: pytest.TempPathFactory, tiny_config, write_tiny_run) -> SamplingPipeline:
     """A run with a step list, whose config says how the clips of its teacher are sampled."""
     samples = {"steps": 7, "guidance": 2.5, "flow_shift": 4.0, "prompts": ["x"]}
     config = {**tiny_config(), "callbacks": {"samples": samples}}
@@ -303,7 +303,7 @@ def distilled(tmp_path_factory: pytest.TempPathFactory, tiny_config, write_tiny_
     return load_run(folder, device="cpu")
 
 
-def test_a_distilled_run_is_sampled_at_its_step_list(distilled: LoadedRun, run: LoadedRun):
+def test_a_distilled_run_is_sampled_at_its_step_list(distilled: SamplingPipeline, run: SamplingPipeline):
     assert (distilled.step_list, run.step_list) == (STEPS, None)
     settings = distilled.settings()
     assert (settings.steps, settings.step_list, settings.guidance, settings.flow_shift) == (3, STEPS, 1.0, 1.0)
@@ -316,7 +316,9 @@ def test_a_distilled_run_is_sampled_at_its_step_list(distilled: LoadedRun, run: 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
 @pytest.mark.parametrize("guidance", [1.0, 2.0])
-def test_clips_of_a_distilled_run_are_the_rollouts_of_its_training(distilled: LoadedRun, count: int, guidance: float):
+def test_clips_of_a_distilled_run_are_the_rollouts_of_its_training(
+    distilled: SamplingPipeline, count: int, guidance: float
+):
     short_run = replace(distilled, step_list=STEPS[:count])
     settings = short_run.settings(guidance=guidance)
     seeds = clip_seeds(11, PROMPTS[:3])
@@ -350,7 +352,7 @@ def test_clips_of_a_distilled_run_are_the_rollouts_of_its_training(distilled: Lo
         assert (sample_latents(short_run.model, encoder, PROMPTS[:3], seeds, euler) - clips[3]).abs().max() > 0.1
 
 
-def test_fresh_noise_of_a_clip_is_that_of_its_seed(distilled: LoadedRun, monkeypatch: pytest.MonkeyPatch):
+def test_fresh_noise_of_a_clip_is_that_of_its_seed(distilled: SamplingPipeline, monkeypatch: pytest.MonkeyPatch):
     settings, seeds = distilled.settings(), clip_seeds(3, PROMPTS[:2])
     clips = sample_latents(distilled.model, distilled.text_encoder, PROMPTS[:2], seeds, settings)
     # one draw for the whole batch, which the bound on batches must not let pass
@@ -370,7 +372,7 @@ def test_fresh_noise_of_a_clip_is_that_of_its_seed(distilled: LoadedRun, monkeyp
         ({"flow_shift": 4.0}, "flow_shift 4.0 has no meaning .* [1000.0, 757.0, 522.0]"),
     ],
 )
-def test_a_distilled_run_refuses_other_steps(distilled: LoadedRun, kwargs: dict, message: str):
+def test_a_distilled_run_refuses_other_steps(distilled: SamplingPipeline, kwargs: dict, message: str):
     with pytest.raises(ValueError, match=message.replace("[", r"\[")):
         distilled.settings(**kwargs)
 
@@ -384,7 +386,7 @@ def test_a_distilled_run_refuses_other_steps(distilled: LoadedRun, kwargs: dict,
         ({"steps": 0, "step_list": ()}, "steps must be at least 1, got 0"),
     ],
 )
-def test_settings_that_contradict_a_step_list_are_refused(distilled: LoadedRun, changed: dict, message: str):
+def test_settings_that_contradict_a_step_list_are_refused(distilled: SamplingPipeline, changed: dict, message: str):
     settings = distilled.settings()
     assert isinstance(replace(settings, guidance=2.0), SampleSettings)
     with pytest.raises(ValueError, match=message):
@@ -396,6 +398,6 @@ def test_a_checkpoint_with_a_bad_step_list_is_refused(write_tiny_run, tmp_path: 
         load_run(write_tiny_run(tmp_path, step_list=(757.0, 1000.0)))
 
 
-def test_generate_needs_a_prompt(run: LoadedRun):
+def test_generate_needs_a_prompt(run: SamplingPipeline):
     with pytest.raises(ValueError, match="at least one prompt"):
         generate(run, [], run.settings())

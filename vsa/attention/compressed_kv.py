@@ -11,10 +11,10 @@ from vsa.attention.base import AttentionMethod
 from vsa.attention.context import AttnContext
 from vsa.attention.full import dense_attn
 from vsa.attention.layout import TileLayout
-from vsa.settings import AtLeastOne, checked
+from vsa.settings import AtLeastOne, validated
 
 
-@checked
+@validated
 class CompressedKV(AttentionMethod):
     """Softmax attention to the mean key km and mean value vm of each tile, `softmax(q km^T / sqrt(D)) vm`; no `topk`.
 

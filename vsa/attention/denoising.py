@@ -14,7 +14,7 @@ from itertools import pairwise
 from typing import Any, Literal
 
 from vsa.attention.kept_tiles import Budget, KeptTiles, Rounding, last_from
-from vsa.settings import AtLeastOne, Count, Share, ShareBelowOne, checked
+from vsa.settings import AtLeastOne, Count, Share, ShareBelowOne, validated
 
 
 def progress_of(timestep: float) -> float:
@@ -26,7 +26,7 @@ def progress_of(timestep: float) -> float:
 _DENSE, _KEPT = ("dense_steps", "dense_layers"), ("refresh", "shared_cache")
 
 
-@checked
+@validated
 @dataclass(frozen=True, kw_only=True)
 class DenoisingPlan:
     """Settings of attention over a denoising, on any grid.

@@ -30,7 +30,7 @@ from vsa.attention.layout import Partition, Segment, TileLayout
 from vsa.attention.scores import subblock_places, subblock_scores, with_damage_first
 from vsa.attention.selection import select_blocks
 from vsa.attention.tiling import Grid
-from vsa.settings import AtLeastOne, checked
+from vsa.settings import AtLeastOne, validated
 
 Order = Literal["raster", "block3d", "hilbert2d", "hilbert"]
 _PARTITIONS: dict[Order, Partition] = {
@@ -41,7 +41,7 @@ _PARTITIONS: dict[Order, Partition] = {
 }
 
 
-@checked
+@validated
 class DynamicHilbertAttention(AttentionMethod):
     """DFSAttn as self-attention of a layer: training-free, without parameters.
 

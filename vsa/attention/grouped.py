@@ -22,12 +22,12 @@ from vsa.attention.full import dense_attn
 from vsa.attention.layout import TileLayout
 from vsa.attention.rearrange import rearrange
 from vsa.attention.tiling import cube_tiles
-from vsa.settings import AtLeastOne, Bound, Count, checked
+from vsa.settings import AtLeastOne, Bound, Count, validated
 
 Extent = AtLeastOne | Literal["all"]
 
 
-@checked
+@validated
 class GroupedAttention(AttentionMethod):
     """Dense attention among the tokens of a group; layers alternate between the group shapes. `topk` is ignored.
 

@@ -33,10 +33,10 @@ from vsa.attention.scores import (
 )
 from vsa.attention.selection import select_blocks
 from vsa.attention.tiling import Grid, refuse_no_divisor
-from vsa.settings import AtLeastOne, checked
+from vsa.settings import AtLeastOne, validated
 
 
-@checked
+@validated
 class PooledTail(AttentionMethod):
     """Exact attention to the top-k tiles and to the means of all others, in one softmax; for rows of one video.
 

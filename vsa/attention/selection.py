@@ -18,13 +18,13 @@ from vsa_kernels.selection import Crossing, order_keys, weight_units, within_sha
 from vsa_kernels.selection.api import list_capacity
 
 from vsa.attention.kept_tiles import KeptTiles
-from vsa.settings import AtLeastOne, PositiveShare, checked
+from vsa.settings import AtLeastOne, PositiveShare, validated
 
 _UNITS = 1 << 32
 """Integer units of the shares of a head: sums of integers are exact and the same on every device."""
 
 
-@checked
+@validated
 @dataclass(frozen=True, kw_only=True)
 class RowRule:
     """Number of a row's best candidates that are kept: the largest of the counts that the options give, at least one.

@@ -14,7 +14,7 @@ from typing import Any, Literal, Self
 
 from vsa.attention.denoising import DenoisingPlan
 from vsa.attention.kept_tiles import Budget, KeptTiles, exact
-from vsa.settings import AtLeastOne, Count, Share, ShareBelowOne, checked
+from vsa.settings import AtLeastOne, Count, Share, ShareBelowOne, validated
 
 SparsityPoint = Literal["current", "dense", "target", "half", "double"]
 """Point of a schedule: the top-k of the step, all tiles, the end value, half or double the top-k of the step."""
@@ -39,7 +39,7 @@ def topk_at(topk: int, num_tiles: int, at: SparsityPoint) -> int:
     return max(1, min(target, num_tiles))
 
 
-@checked
+@validated
 class SparsitySchedule:
     """Top-k by optimizer step and layer, from all tiles to an end value.
 
@@ -266,7 +266,7 @@ class ConstantSparsity(SparsitySchedule):
         return 0
 
 
-@checked
+@validated
 class TokenBudgetSparsity(ConstantSparsity):
     """Constant budget of kv tokens per query tile, rounded up to whole tiles: `ceil(tokens / tokens_per_tile)`.
 

@@ -13,10 +13,10 @@ from typing import Any
 
 from vsa.attention.kept_tiles import exact
 from vsa.attention.sparsity import SparsitySchedule
-from vsa.settings import AtLeastOne, Count, PositiveShare, Share, checked
+from vsa.settings import AtLeastOne, Count, PositiveShare, Share, validated
 
 
-@checked
+@validated
 class StaircaseSparsity(SparsitySchedule):
     """Staircase: all tiles for `dense_steps`, then fewer tiles at once and every `interval` steps, to the end value.
 
@@ -61,7 +61,7 @@ class StaircaseSparsity(SparsitySchedule):
         return 0 if step < self._dense_steps else (step - self._dense_steps) // self._interval + 1
 
 
-@checked
+@validated
 class LinearSparsity(SparsitySchedule):
     """Linear annealing: all tiles for `dense_steps`, then a linear decrease to the end value over `total_steps`.
 
@@ -104,7 +104,7 @@ class CosineSparsity(LinearSparsity):
         return Fraction(max(round((1 + math.cos(math.pi * progress)) / 2, 14), 1e-14))
 
 
-@checked
+@validated
 class MissedMassSparsity(StaircaseSparsity):
     """Staircase that decreases only where a measurement allows it, and never increases.
 

@@ -52,13 +52,13 @@ from vsa.attention.scores import (
 from vsa.attention.selection import select_blocks
 from vsa.attention.tiling import Grid, chain_of, refuse_no_divisor
 from vsa.attention.window import Edge, Window, tile_window
-from vsa.settings import AtLeastOne, Seed, checked
+from vsa.settings import AtLeastOne, Seed, validated
 
 Stages = Literal["l", "f", "c_l", "c_f", "c_f_l", "c_f_l_e", "c_fl"]
 Tile = tuple[AtLeastOne, AtLeastOne, AtLeastOne]
 
 
-@checked
+@validated
 class StagedAttention(AttentionMethod):
     """Any combination of VSA's stages with a fixed local window, for rows of one video.
 

@@ -28,12 +28,12 @@ from vsa.attention.dense import dense_attn_per_sample, dense_index, text_attn
 from vsa.attention.layout import BlockOrder, Partition, TileLayout
 from vsa.attention.scores import with_damage_first
 from vsa.attention.selection import select_blocks
-from vsa.settings import AtLeastOne, checked
+from vsa.settings import AtLeastOne, validated
 
 Backend = Literal["reference", "gather", "triton", "cudnn"]
 
 
-@checked
+@validated
 class VideoSparseAttention(AttentionMethod):
     """VSA as self-attention of a layer, with gates on the coarse and the fine output.
 

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from vsa.models.network import Network
-from vsa.settings import AtLeastOne, Positive, checked
+from vsa.settings import AtLeastOne, Positive, validated
 
 _ADAPTER = "default"
 
 
-@checked
+@validated
 @dataclass(frozen=True, kw_only=True)
 class LoRA:
     """Low-rank adapters `W + (alpha / rank) * B A` of linear layers.

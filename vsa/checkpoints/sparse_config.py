@@ -17,7 +17,7 @@ from vsa.attention.sparge.mask import without_readings
 from vsa.attention.sparsity import ConstantSparsity, Scaling
 from vsa.attention.tiling import BlockOrder
 from vsa.files import inner_name, parse_json, read_text, write_whole
-from vsa.settings import Bound, Count, Positive, checked
+from vsa.settings import Bound, Count, Positive, validated
 
 SCHEMA_VERSION = 2
 SPARSE_CONFIG = "sparse_attention.json"
@@ -38,7 +38,7 @@ VERSION_2 = {"step_topk": (), "refresh": 1, "shared_cache": False, "settings": N
 """Keys that version 1 lacks, with the values it implies: a file with only these values is written as version 1."""
 
 
-@checked
+@validated
 @dataclass(frozen=True, kw_only=True)
 class SparseAttentionConfig:
     """Settings of the self-attention of a sparse checkpoint.

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from vsa.data.index_values import channel_statistics
 from vsa.data.pretrained import component_folder, config_digest, read_config, refuse_missing, weights_digest
-from vsa.settings import Bound, checked
+from vsa.settings import Bound, validated
 from vsa.transfer import copy_async
 
 
@@ -64,7 +64,7 @@ def check_frames(codec: Codec, frames: int) -> None:
     raise ValueError(f"codec {codec.id} cannot encode {frames} frames; the nearest valid {nearest}")
 
 
-@checked
+@validated
 class HaarCodec:
     """Haar wavelet codec: separable 3-D wavelets over cells of 4 x 8 x 8 pixels and an orthonormal luma/chroma split.
 
@@ -143,7 +143,7 @@ class HaarCodec:
         return pixels.permute(0, 3, 1, 4, 2, 5, 6).reshape(t * st, h * sh, w * sw, 3)
 
 
-@checked
+@validated
 class WanVAE:
     """The causal video VAE of Wan 2.1 (16 channels, 4 x 8 x 8) and Wan 2.2 (48 channels, 4 x 16 x 16).
 

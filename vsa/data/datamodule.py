@@ -30,7 +30,7 @@ from vsa.data.toy_videos import ToyClips
 from vsa.data.world.scenes import MOST_WORDS, WorldClips
 from vsa.data.world.store import WorldStore
 from vsa.data.world.tables import find_photographs
-from vsa.settings import AtLeastOne, Count, Seed, Share, ShareBelowOne, Workers, checked
+from vsa.settings import AtLeastOne, Count, Seed, Share, ShareBelowOne, Workers, validated
 from vsa.signals import leave_signals_to_parent
 
 # number of steps of a run without max_steps, which another limit ends
@@ -279,7 +279,7 @@ def _marked(batch: Any, *, noise_ahead: bool) -> VideoBatch:
     return replace(batch, noise_ahead=noise_ahead)
 
 
-@checked
+@validated
 @dataclass(kw_only=True, eq=False)
 class LatentDataModule(PlanDataModule):
     """Batches from folders of latent shards.
@@ -347,7 +347,7 @@ class LatentDataModule(PlanDataModule):
         return self._weights
 
 
-@checked
+@validated
 @dataclass(kw_only=True, eq=False)
 class ToyOnlineDataModule(PlanDataModule):
     """Toy clips rendered and encoded in the loader, without files: a pure function of (seed, sample).
@@ -367,7 +367,7 @@ class ToyOnlineDataModule(PlanDataModule):
         return {"toy": 1.0}
 
 
-@checked
+@validated
 @dataclass(kw_only=True, eq=False)
 class WorldOnlineDataModule(PlanDataModule):
     """Clips of several objects before a photograph, rendered and encoded on the training device, without files.

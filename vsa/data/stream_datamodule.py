@@ -31,10 +31,10 @@ from vsa.data.stream import (
     read_samples,
     samples_by_shard,
 )
-from vsa.settings import AtLeastOne, ShareBelowOne, checked
+from vsa.settings import AtLeastOne, ShareBelowOne, validated
 
 
-@checked
+@validated
 @dataclass(kw_only=True, eq=False)
 class StreamDataModule(PlanDataModule):
     """Batches from shards at paths or URLs, which are read sequentially and never stored.

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from vsa.data.pretrained import component_folder, config_digest, read_config, refuse_missing, weights_digest
-from vsa.settings import AtLeastOne, checked
+from vsa.settings import AtLeastOne, validated
 
 
 class TextEncoder(Protocol):
@@ -46,7 +46,7 @@ class TextEncoder(Protocol):
         ...
 
 
-@checked
+@validated
 class HashedNgramEncoder:
     """Hashed n-gram encoder: one token per word, the sum of its character n-grams plus a position code.
 
@@ -121,7 +121,7 @@ def _signs(name: str, dim: int) -> np.ndarray:
     return bits.astype(np.float64) * 2 - 1
 
 
-@checked
+@validated
 class UMT5Encoder:
     """Wan's text encoder UMT5-XXL: one row per token of the caption, the end token included.
 

@@ -23,7 +23,7 @@ from vsa.data.video_files import write_video
 from vsa.errors import refuse_unwritable
 from vsa.files import read_json, write_whole
 from vsa.progress import progress_bar
-from vsa.settings import AtLeastOne, Seed, checked
+from vsa.settings import AtLeastOne, Seed, validated
 
 COLOURS: dict[str, tuple[int, int, int]] = {
     "red": (225, 45, 45),
@@ -56,7 +56,7 @@ class ToyAttributes:
     speed: str | None = None
 
 
-@checked
+@validated
 @dataclass(frozen=True, kw_only=True)
 class ToyClips:
     """A set of toy clips: clip i is a pure function of (seed, i).

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from vsa.noise import draw_noise, mixed_generator
-from vsa.settings import Positive, checked
+from vsa.settings import Positive, validated
 from vsa.transfer import copy_async
 
 TIMESTEP_SCALE = 1000.0
@@ -86,7 +86,7 @@ def shift_sigma(sigma: Tensor, shift: float) -> Tensor:
     return torch.where(sigma == 1, sigma, shifted)
 
 
-@checked
+@validated
 @dataclass(frozen=True, kw_only=True)
 class FlowShift:
     """Flow shift as a function of the number of tokens of a segment.

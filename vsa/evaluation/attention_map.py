@@ -22,8 +22,8 @@ from vsa.diffusion.flow_matching import add_noise, noise_like, to_timestep
 from vsa.models.network import Network
 from vsa.plotting import QUERY, SELECTED, TITLE, save_figure, set_title
 from vsa.sampling.pipeline import (
-    LoadedRun,
     SampleSettings,
+    SamplingPipeline,
     clip_seeds,
     decode_latents,
     encode_prompts,
@@ -88,7 +88,9 @@ def denoise_once(
     model(x_t, to_timestep(level), text, text_mask, topk=topk, recorder=recorder)
 
 
-def draw_attention(run: LoadedRun, prompt: str, settings: SampleSettings, path: str | Path | None) -> Path | None:
+def draw_attention(
+    run: SamplingPipeline, prompt: str, settings: SampleSettings, path: str | Path | None
+) -> Path | None:
     """Sample a clip and draw the tiles that three of its query tiles attend to, halfway through the denoising.
 
     The layer is the middle one of those that select tiles.

@@ -30,9 +30,9 @@ from vsa.objectives.flow_matching import VALIDATION_SEED, FlowMatchingLoss
 from vsa.pages.charts import write_csv
 from vsa.sampling.contact_sheet import contact_sheet
 from vsa.sampling.pipeline import (
-    LoadedRun,
     ProgressFn,
     SampleSettings,
+    SamplingPipeline,
     clip_seeds,
     decode_latents,
     sample_latents,
@@ -125,14 +125,14 @@ class Evaluator:
         self,
         settings: EvaluationSettings,
         *,
-        reference: LoadedRun | None = None,
+        reference: SamplingPipeline | None = None,
         lpips: Callable[[Tensor, Tensor], float] | None = None,
     ):
         self.settings = settings
         self._reference, self._lpips = reference, lpips
         self._kept: tuple[SampleSettings, Tensor] | None = None
 
-    def __call__(self, run: LoadedRun, checkpoint: Checkpoint, progress: ProgressFn | None = None) -> Evaluation:
+    def __call__(self, run: SamplingPipeline, checkpoint: Checkpoint, progress: ProgressFn | None = None) -> Evaluation:
         """Compute the validation loss, the clips and their metrics.
 
         Args:
@@ -176,19 +176,19 @@ class Evaluator:
         }
         return Evaluation(record=record, videos=videos, reference=reference)
 
-    def clip_steps(self, run: LoadedRun) -> int:
+    def clip_steps(self, run: SamplingPipeline) -> int:
         """Clip-steps of one evaluation, for its progress: sampler steps of all clips and of their references."""
         ours = self._ours(run)
         other = self._other(run, ours)
         return len(self.settings.prompts) * (ours.steps + (0 if other is None else other[1].steps))
 
-    def _ours(self, run: LoadedRun) -> SampleSettings:
+    def _ours(self, run: SamplingPipeline) -> SampleSettings:
         s = self.settings
         return run.settings(
             seed=s.seed, steps=s.steps, guidance=s.guidance, flow_shift=s.flow_shift, batch_size=s.batch_size
         )
 
-    def _other(self, run: LoadedRun, ours: SampleSettings) -> tuple[LoadedRun, SampleSettings] | None:
+    def _other(self, run: SamplingPipeline, ours: SampleSettings) -> tuple[SamplingPipeline, SampleSettings] | None:
         """The reference of a run and its sampling settings.
 
         It uses the same noise, steps and noise levels; if one of the two has a step list, each has its own settings.
@@ -213,7 +213,7 @@ class Evaluator:
             return self._reference, own
         return self._reference, replace(ours, topk=own.topk, denoising=own.denoising)
 
-    def _reference_clips(self, run: LoadedRun, settings: SampleSettings, progress: ProgressFn | None) -> Tensor:
+    def _reference_clips(self, run: SamplingPipeline, settings: SampleSettings, progress: ProgressFn | None) -> Tensor:
         # clips of another run are the same for every checkpoint
         if self._kept is not None and self._kept[0] == settings and run is self._reference:
             return self._kept[1]
@@ -240,7 +240,7 @@ def weights_digest(checkpoint: Checkpoint, weights: str) -> str:
 
 
 @torch.no_grad()
-def validation_loss(run: LoadedRun, state: Mapping[str, Any], *, batch_size: int) -> dict[str, float]:
+def validation_loss(run: SamplingPipeline, state: Mapping[str, Any], *, batch_size: int) -> dict[str, float]:
     """`val/loss` and `val/loss_decile_D` as in the run, with its held-out samples, noise, timesteps and top-k.
 
     Args:
@@ -269,7 +269,9 @@ def validation_loss(run: LoadedRun, state: Mapping[str, Any], *, batch_size: int
     return means.metrics("val/loss")
 
 
-def distances_to_real(run: LoadedRun, config: Mapping[str, Any], latents: Tensor, most: int) -> dict[str, float] | str:
+def distances_to_real(
+    run: SamplingPipeline, config: Mapping[str, Any], latents: Tensor, most: int
+) -> dict[str, float] | str:
     """The metrics of `vsa.evaluation.latent_distance.against_real` for the held-out clips of a run.
 
     Args:
@@ -303,7 +305,7 @@ def split_batch(batch: VideoBatch, size: int) -> Iterator[VideoBatch]:
 
 
 def sample_clips(
-    run: LoadedRun, prompts: Sequence[str], settings: SampleSettings, progress: ProgressFn | None = None
+    run: SamplingPipeline, prompts: Sequence[str], settings: SampleSettings, progress: ProgressFn | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The clips of `vsa.sampling.pipeline.generate`, a mask of the finite ones, and their latents.
 

@@ -27,7 +27,7 @@ from vsa.evaluation.evaluator import (
 from vsa.evaluation.video_metrics import load_lpips
 from vsa.files import own_folder
 from vsa.progress import progress_bar
-from vsa.sampling.pipeline import LoadedRun, load_run
+from vsa.sampling.pipeline import SamplingPipeline, load_run
 
 SHOWN = ("val/loss", "psnr", "ssim", "lpips", "black", "uniform", "motion", "flicker", "flicker_excess")
 
@@ -171,7 +171,7 @@ def open_checkpoint(path: Path) -> Checkpoint | None:
         return None
 
 
-def _load_model(path: Path, request: EvaluationRequest) -> LoadedRun | None:
+def _load_model(path: Path, request: EvaluationRequest) -> SamplingPipeline | None:
     """Model of a verified checkpoint, fully in memory; None, with a printed line, if the run has removed it."""
     try:
         return load_run(path, weights=request.weights, device=request.device)
@@ -182,7 +182,7 @@ def _load_model(path: Path, request: EvaluationRequest) -> LoadedRun | None:
         return None
 
 
-def _load_reference(request: EvaluationRequest) -> tuple[str, LoadedRun | None]:
+def _load_reference(request: EvaluationRequest) -> tuple[str, SamplingPipeline | None]:
     """Name of the reference in the settings, and the reference run, if it is one."""
     if request.reference in ("dense", "none"):
         return request.reference, None
@@ -191,7 +191,7 @@ def _load_reference(request: EvaluationRequest) -> tuple[str, LoadedRun | None]:
     return f"{checkpoint.path.resolve()} {weights_digest(checkpoint, run.weights)[:12]}", run
 
 
-def _measure(evaluator: Evaluator, run: LoadedRun, checkpoint: Checkpoint, out: Path) -> Mapping[str, Any]:
+def _measure(evaluator: Evaluator, run: SamplingPipeline, checkpoint: Checkpoint, out: Path) -> Mapping[str, Any]:
     """Evaluate a checkpoint with a progress bar and write the results."""
     with progress_bar(f"evaluating step {run.step}", evaluator.clip_steps(run), transient=True) as advance:
         evaluation = evaluator(run, checkpoint, advance)

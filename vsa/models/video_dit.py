@@ -30,7 +30,7 @@ from vsa.models.embeddings import (
 from vsa.models.init import Init, init_parameters
 from vsa.models.network import Network
 from vsa.models.rope import axis_dims, rope_tables, sincos_table
-from vsa.settings import Bound, Positive, checked
+from vsa.settings import Bound, Positive, validated
 
 # far above those of any model, far below those that are built for ever
 Size = Annotated[int, Bound(">=", 1), Bound("<=", 4096)]
@@ -38,7 +38,7 @@ Patch = Annotated[int, Bound(">=", 1), Bound("<=", 64)]
 Width = Annotated[int, Bound(">=", 1), Bound("<=", 1 << 20)]
 
 
-@checked
+@validated
 class VideoDiT(Network):
     """Diffusion transformer with the architecture of Wan2.1.
 

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from vsa.models.sharding import sharded
-from vsa.settings import Count, Positive, checked
+from vsa.settings import Count, Positive, validated
 
 
-@checked
+@validated
 @dataclass(frozen=True, kw_only=True)
 class Gan:
     """Weights of the GAN term and the layers that it uses.

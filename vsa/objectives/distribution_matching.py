@@ -25,7 +25,7 @@ from vsa.models.forward_hooks import add_to_output, capture_outputs
 from vsa.models.network import Network
 from vsa.objectives.discriminator import Discriminator, Gan
 from vsa.objectives.step_embedding import StepEmbedding
-from vsa.settings import NonNegative, Positive, checked
+from vsa.settings import NonNegative, Positive, validated
 from vsa.transfer import copy_async
 
 
@@ -94,7 +94,7 @@ class ScoredRollout:
     parts: dict[str, Tensor] = field(default_factory=dict)
 
 
-@checked
+@validated
 @dataclass(frozen=True, kw_only=True)
 class DistributionMatching:
     """Distribution matching distillation (DMD2, arXiv:2405.14867) with explicit conventions.

@@ -18,7 +18,7 @@ from vsa.data.batch import VideoBatch
 from vsa.diffusion import flow_matching as fm
 from vsa.models.forward_hooks import capture_outputs
 from vsa.models.network import Network
-from vsa.settings import NonNegative, Positive, checked
+from vsa.settings import NonNegative, Positive, validated
 from vsa.transfer import copy_async
 
 VALIDATION_SEED = 7919
@@ -69,7 +69,7 @@ class NoisedBatch:
         return LossTerms(mse=mse, weights=self.weights, sigmas=self.sigmas, total_weight=self.total_weight, parts=parts)
 
 
-@checked
+@validated
 @dataclass(frozen=True, kw_only=True)
 class FlowMatchingLoss:
     """Flow matching loss on data: mean squared error of the velocity against noise - x0.
@@ -133,7 +133,7 @@ class FlowMatchingLoss:
         )
 
 
-@checked
+@validated
 @dataclass(frozen=True, kw_only=True)
 class FinetuneLoss(FlowMatchingLoss):
     """Finetuning loss `data * L_data + velocity * L_velocity + attention * L_attention` on the same noised latents.

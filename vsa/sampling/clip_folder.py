@@ -26,7 +26,7 @@ from vsa.integrations.diffusers.pipeline import (
     trained_settings,
 )
 from vsa.progress import progress_bar
-from vsa.sampling.pipeline import LoadedRun, SampleSettings, clip_seeds, generate, load_run, settings_dict
+from vsa.sampling.pipeline import SampleSettings, SamplingPipeline, clip_seeds, generate, load_run, settings_dict
 from vsa.sampling.sample_writer import write_clips
 from vsa.secrets import without_secrets
 
@@ -68,7 +68,7 @@ def sample_run(
     fps: float | None = None,
     device: str | None = None,
     weights: Group | None = None,
-    attention: Callable[[LoadedRun, str, SampleSettings, Path], Any] | None = None,
+    attention: Callable[[SamplingPipeline, str, SampleSettings, Path], Any] | None = None,
     **settings: Any,
 ) -> Path:
     """Sample clips from a trained run and write them to a folder, which is returned.
@@ -82,7 +82,7 @@ def sample_run(
         device: device of the model; None: a GPU if there is one.
         weights: averaged or trained weights; None: averaged ones if there are any.
         attention: draws the tiles that the first clip attends to (`vsa.evaluation.attention_map.draw_attention`).
-        settings: arguments of `LoadedRun.settings`.
+        settings: arguments of `SamplingPipeline.settings`.
     """
     out = _free_folder(out, samples_folder(run))
     loaded = load_run(run, weights=weights, device=usable_device(device))

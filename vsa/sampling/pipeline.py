@@ -42,7 +42,7 @@ ProgressFn = Callable[[int], None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoadedRun:
+class SamplingPipeline:
     """A trained model with its codec, text encoder and sampling settings.
 
     Args:
@@ -167,7 +167,7 @@ class LoadedRun:
 
 def load_run(
     path: str | Path, *, weights: Literal["ema", "model"] | None = None, device: torch.device | str | None = None
-) -> LoadedRun:
+) -> SamplingPipeline:
     """Load the model of a run for sampling.
 
     Args:
@@ -193,7 +193,7 @@ def load_run(
     source.load(model, "required" if gate_names(model) else "absent")
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    return LoadedRun(
+    return SamplingPipeline(
         model=model.to(device).eval().requires_grad_(False),
         codec=codec,
         text_encoder=text_encoder,
@@ -312,14 +312,14 @@ def decode_latents(codec: Codec, latents: Tensor, statistics: LatentStatistics) 
 
 
 def generate(
-    run: LoadedRun, prompts: Sequence[str], settings: SampleSettings, progress: ProgressFn | None = None
+    run: SamplingPipeline, prompts: Sequence[str], settings: SampleSettings, progress: ProgressFn | None = None
 ) -> Tensor:
     """Videos for prompts; a clip depends on its prompt, its repetition number and the settings, not on other prompts.
 
     Args:
         run: run from `load_run`.
         prompts: N captions.
-        settings: settings from `LoadedRun.settings`.
+        settings: settings from `SamplingPipeline.settings`.
         progress: called after every sampler step with the number of clips it advanced; N * steps in all.
 
     Returns:
@@ -336,7 +336,7 @@ def generate(
     return torch.cat(videos)
 
 
-def settings_dict(settings: SampleSettings, run: LoadedRun) -> Mapping[str, Any]:
+def settings_dict(settings: SampleSettings, run: SamplingPipeline) -> Mapping[str, Any]:
     """Settings and description of the weights as plain values, for the JSON file of the samples."""
     shape = settings.latent_shape
     layout = run.model.layout_for(shape)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from vsa.diffusion.decile_means import DecileMeans
 from vsa.objectives.distribution_matching import ScoredRollout
-from vsa.settings import AtLeastOne, Bound, Positive, PositiveShare, ShareBelowOne, checked
+from vsa.settings import AtLeastOne, Bound, Positive, PositiveShare, ShareBelowOne, validated
 
 SATURATED = 5.0
 """Latents further than this many standard deviations of the data from 0 count as saturated."""
@@ -65,7 +65,7 @@ class SpreadMeter:
         )
 
 
-@checked
+@validated
 @dataclass(frozen=True, kw_only=True)
 class CollapseRule:
     """Criterion for a collapsed generator: blank output, exploding output, or a colour cast.

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from vsa.models.network import Role
-from vsa.settings import AtLeastOne, Count, NonNegative, Positive, PositiveShare, ShareBelowOne, checked
+from vsa.settings import AtLeastOne, Count, NonNegative, Positive, PositiveShare, ShareBelowOne, validated
 
 ROLES: tuple[Role, ...] = get_args(Role)
 
@@ -27,7 +27,7 @@ def _warmup(step: int, steps: int) -> float:
     return min(1.0, (step + 1) / steps) if steps > 0 else 1.0
 
 
-@checked
+@validated
 @dataclass(frozen=True, kw_only=True)
 class Constant:
     """Linear warm-up over `warmup_steps`, then 1."""
@@ -38,7 +38,7 @@ class Constant:
         return _warmup(step, self.warmup_steps)
 
 
-@checked
+@validated
 @dataclass(frozen=True, kw_only=True)
 class Cosine:
     """Linear warm-up, then half a cosine from 1 to `end` at `total_steps`; `end` afterwards."""
@@ -54,7 +54,7 @@ class Cosine:
         return self.end + (1 - self.end) * 0.5 * (1 + math.cos(math.pi * progress))
 
 
-@checked
+@validated
 @dataclass(frozen=True, kw_only=True)
 class WSD:
     """Warm-up, stable, decay: 1 until the last `decay_share` of `total_steps`, then linear to `end`.
@@ -77,7 +77,7 @@ def _is_pattern(key: str) -> bool:
     return "." in key or "*" in key
 
 
-@checked
+@validated
 @dataclass(frozen=True, kw_only=True)
 class AdamW:
     """Recipe for a `torch.optim.AdamW` with one parameter group per role.

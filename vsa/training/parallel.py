@@ -24,7 +24,7 @@ from vsa.models.init import without_memory
 from vsa.models.network import Network
 from vsa.models.recompute import LEVELS, Level
 from vsa.models.sharding import local, place
-from vsa.settings import AtLeastOne, Positive, checked
+from vsa.settings import AtLeastOne, Positive, validated
 from vsa.training.hosts import connect_hosts
 from vsa.training.lightning_compat import MeshStrategy, stop_watching
 from vsa.training.out_of_memory import out_of_memory_line
@@ -232,7 +232,7 @@ def refuse_shared_parameters(networks: Mapping[str, nn.Module]) -> None:
                 raise ValueError(f"{other} and {role} share a parameter ({theirs} and {name}): each needs its own")
 
 
-@checked
+@validated
 class ShardedDataParallel(MeshStrategy):
     """FSDP2 for a module that shards its networks over `device_mesh` in `configure_model`.
 

@@ -15,7 +15,7 @@ from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
 
 from vsa.secrets import without_secrets
-from vsa.settings import checked
+from vsa.settings import validated
 
 # together with 10 seconds in which the client checks its key, the start takes less than 20 seconds
 _PROBE_SECONDS, _START_SECONDS = 4.0, 5.0
@@ -23,7 +23,7 @@ _PROBE_SECONDS, _START_SECONDS = 4.0, 5.0
 _END_SECONDS = 15.0
 
 
-@checked
+@validated
 class WandbTracker(WandbLogger):
     """Logs metrics and pictures to Weights & Biases, or stores them for `wandb sync`.
 

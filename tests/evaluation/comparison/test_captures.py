@@ -15,22 +15,22 @@ from vsa.evaluation.comparison.measure import measure
 from vsa.evaluation.comparison.methods import AS_TRAINED, Method, parse_method
 from vsa.evaluation.comparison.runs import RunModel
 from vsa.evaluation.inspection.clip import Clip
-from vsa.sampling.pipeline import LoadedRun, load_run
+from vsa.sampling.pipeline import SamplingPipeline, load_run
 
 
 @pytest.fixture(scope="module")
-def run(tiny_run_dir: Path) -> LoadedRun:
+def run(tiny_run_dir: Path) -> SamplingPipeline:
     return load_run(tiny_run_dir, device="cpu")
 
 
 @pytest.fixture(scope="module")
-def clip(run: LoadedRun) -> Clip:
+def clip(run: SamplingPipeline) -> Clip:
     video, _, _ = render_clip(0, 1, size=(16, 64, 64))
     return Clip(name="a.mp4", caption="a red circle", video=video, latents=run.codec.encode(video))
 
 
 @pytest.fixture(scope="module")
-def seen(run: LoadedRun, clip: Clip) -> tuple[Captures, dict[str, list[torch.Tensor]]]:
+def seen(run: SamplingPipeline, clip: Clip) -> tuple[Captures, dict[str, list[torch.Tensor]]]:
     """Captures of both layers at two timesteps, and by hooks what went in and out of the layers meanwhile."""
     hook_tensors: dict[str, list[torch.Tensor]] = {"v": [], "out": [], "gate": []}
     handles = []

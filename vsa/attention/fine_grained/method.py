@@ -26,14 +26,14 @@ from vsa.attention.layout import TileLayout
 from vsa.attention.scores import per_head, with_damage_first
 from vsa.attention.selection import RowRule, select_blocks
 from vsa.attention.stats import density
-from vsa.settings import PositiveShare, checked
+from vsa.settings import PositiveShare, validated
 
 _ROWS = 128
 # scores of the heads that are handled at a time; the row rule sorts them and needs several times this memory
 _SCORES = 1 << 26
 
 
-@checked
+@validated
 class FineGrainedAttention(AttentionMethod):
     """FG-Attn: every query tile attends to the fewest kv tiles that hold the share `top_p` of its attention mass.
 

@@ -27,13 +27,13 @@ from vsa.attention.neighborhood.axis import AxisRule, axis_rules
 from vsa.attention.neighborhood.mask import Axes, executed_pairs, neighborhood_index, only_clip
 from vsa.attention.neighborhood.tile import best_tile
 from vsa.attention.tiling import Grid
-from vsa.settings import AtLeastOne, PositiveShare, checked
+from vsa.settings import AtLeastOne, PositiveShare, validated
 
 Extent = AtLeastOne | PositiveShare
 Rules = tuple[AxisRule, AxisRule, AxisRule]
 
 
-@checked
+@validated
 class NeighborhoodAttention(AttentionMethod):
     """Neighborhood attention: every token attends to a window of tokens around it; no parameters and no `topk`.
 

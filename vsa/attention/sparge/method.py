@@ -27,7 +27,7 @@ from vsa.attention.scores import with_damage_first
 from vsa.attention.selection import RowRule, Shares, sparge_top_p
 from vsa.attention.sparge.mask import BlockStatistics, block_statistics, first_stage
 from vsa.attention.sparge.tuned import HeadSettings, Tuned, parse_tuned, read_tuned
-from vsa.settings import AtLeastOne, NonPositive, PositiveShare, checked
+from vsa.settings import AtLeastOne, NonPositive, PositiveShare, validated
 
 SLICES = 4
 """Slices of a query block that skip separately; the warps of the paper's kernel (c_w)."""
@@ -41,7 +41,7 @@ class PerHead(NamedTuple):
     threshold: float | Tensor | None
 
 
-@checked
+@validated
 class SpargeAttention(AttentionMethod):
     """SpargeAttn: query blocks attend to the kv blocks that hold a share tau of the softmax over block means.
 

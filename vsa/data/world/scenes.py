@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from vsa.data.plan import hash64
-from vsa.settings import AtLeastOne, Seed, checked
+from vsa.settings import AtLeastOne, Seed, validated
 from vsa.transfer import copy_async
 
 COLOURS: dict[str, tuple[int, int, int]] = {
@@ -55,7 +55,7 @@ _OBJECT = re.compile(
 _DRIFT = re.compile(rf"camera (?:drifts|holds) ({'|'.join(CAMERA)})", re.IGNORECASE)
 
 
-@checked
+@validated
 @dataclass(frozen=True, kw_only=True)
 class WorldClips:
     """A set of world clips: clip i is a pure function of (seed, i) and the grid.

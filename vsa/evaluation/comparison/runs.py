@@ -25,8 +25,8 @@ from vsa.evaluation.inspection.clip import Clip, open_clip
 from vsa.machine import seconds_now
 from vsa.models.network import Network
 from vsa.sampling.pipeline import (
-    LoadedRun,
     SampleSettings,
+    SamplingPipeline,
     clip_seeds,
     decode_latents,
     encode_prompts,
@@ -44,7 +44,7 @@ class RunModel(ComparedModel):
 
     settings: SampleSettings
 
-    def __init__(self, run: LoadedRun):
+    def __init__(self, run: SamplingPipeline):
         self.run, self.source, self.num_layers = run, run.source, len(run.model.blocks)
         layout = run.model.layout_for(run.settings().latent_shape)
         self.grid_thw, self.tile_thw = layout.segments[0].grid_thw, layout.tile_thw

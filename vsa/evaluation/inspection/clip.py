@@ -23,7 +23,7 @@ from vsa.data.sample_store import SampleStore
 from vsa.data.text import UMT5Encoder
 from vsa.data.video_files import IMAGE_SUFFIXES, VIDEO_SUFFIXES
 from vsa.diffusion.flow_matching import FlowShift
-from vsa.sampling.pipeline import LoadedRun, load_run
+from vsa.sampling.pipeline import SamplingPipeline, load_run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,7 @@ def open_inspected(
     weights: Group | None = None,
     device: str = "cpu",
     dense_latents: Grid | None = None,
-) -> LoadedRun:
+) -> SamplingPipeline:
     """The model of a run, or of an export with the VAE and the text encoder of a Wan pipeline.
 
     Args:
@@ -81,7 +81,7 @@ def open_inspected(
 
 def _open_export(
     checkpoint: str, pipeline: str, weights: Group | None, device: str, dense_latents: Grid | None
-) -> LoadedRun:
+) -> SamplingPipeline:
     if weights is not None:
         raise ValueError(f"--weights {weights} applies to runs only, got the export {checkpoint}")
     model, source = open_network(checkpoint, device=device)
@@ -103,7 +103,7 @@ def _open_export(
     else:
         sizes = ((n * p for n, p in zip(grid, model.patch_size, strict=True)) for grid in sparse.grids)
         shapes = tuple((codec.channels, *size) for size in sizes)
-    return LoadedRun(
+    return SamplingPipeline(
         model=model.eval().requires_grad_(False),
         codec=codec,
         text_encoder=text_encoder,
@@ -120,7 +120,7 @@ def _open_export(
     )
 
 
-def open_clip(run: LoadedRun, clip: str, caption: str | None = None) -> Clip:
+def open_clip(run: SamplingPipeline, clip: str, caption: str | None = None) -> Clip:
     """A video file cut as `vsa encode` cuts it to what the model was trained on, or a sample of the run's data.
 
     Args:
@@ -187,7 +187,7 @@ def read_clip(
     return Clip(name=path.name, caption=caption, video=video, latents=codec.encode(video.to(device)))
 
 
-def _read_sample(run: LoadedRun, sample_id: str, caption: str | None) -> Clip:
+def _read_sample(run: SamplingPipeline, sample_id: str, caption: str | None) -> Clip:
     data = resolve_checkpoint(run.source).config["data"] if is_run(run.source) else {}
     neither = f"{sample_id!r} is neither a video file nor"
     if "_target_" not in data:

@@ -23,7 +23,7 @@ from vsa.files import refuse_others
 from vsa.pages.charts import write_csv
 from vsa.progress import progress_bar
 from vsa.sampling.clip_folder import samples_folder
-from vsa.sampling.pipeline import LoadedRun, encode_prompts, settings_dict
+from vsa.sampling.pipeline import SamplingPipeline, encode_prompts, settings_dict
 
 RECORD = "inspection.json"
 PICTURES = ("selected.png", "layers.png", "gates.png", "popularity.png")
@@ -186,7 +186,7 @@ def _listed(numbers: Sequence[int]) -> str:
     return ", ".join(map(str, numbers[:8])) + (", ..." if len(numbers) > 8 else "")
 
 
-def _facts(run: LoadedRun, clip: Clip, inspection: Inspection, topk: int | Sequence[int]) -> dict[str, str]:
+def _facts(run: SamplingPipeline, clip: Clip, inspection: Inspection, topk: int | Sequence[int]) -> dict[str, str]:
     """Facts for the header of the page."""
     layout = inspection.layout
     tiles = f"{layout.num_blocks} tiles"

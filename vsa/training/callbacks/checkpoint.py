@@ -20,7 +20,7 @@ from vsa.checkpoints.run_checkpoint import Checkpoint, list_checkpoints, read_to
 from vsa.checkpoints.tensor_parts import Parts, own_parts
 from vsa.errors import NO_ROOM
 from vsa.files import remove_folder
-from vsa.settings import AtLeastOne, Bound, Count, checked
+from vsa.settings import AtLeastOne, Bound, Count, validated
 from vsa.signals import Handler, StopNow, Stopped, current_handlers, is_foreign, set_handlers
 from vsa.training.background_save import Save, copied
 from vsa.training.deadline import DEADLINE
@@ -32,7 +32,7 @@ from vsa.training.run_state import RunStatus, parts_of, tensors_of, values_of
 _WRITTEN, _NO_ROOM, _FAILED = range(3)
 
 
-@checked
+@validated
 class Checkpointing(L.Callback):
     """Writes a checkpoint every `every_n_steps`, at the end, and before a run stops early.
 

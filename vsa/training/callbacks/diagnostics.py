@@ -27,11 +27,11 @@ from vsa.diffusion.flow_matching import add_noise, noise_like, to_timestep
 from vsa.evaluation.figures import layer_heatmaps
 from vsa.evaluation.inspection.metrics import METRICS, PANELS, layer_metrics
 from vsa.files import atomic_file
-from vsa.settings import AtLeastOne, Bound, Count, Seed, Share, checked
+from vsa.settings import AtLeastOne, Bound, Count, Seed, Share, validated
 from vsa.training.display import log_picture, never_fatal
 
 
-@checked
+@validated
 class Diagnostics(L.Callback):
     """Measures the attention every `every_n_steps`, outside the timed steps, on fixed samples and noise.
 

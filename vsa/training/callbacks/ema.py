@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from vsa.models.sharding import local
-from vsa.settings import ShareBelowOne, checked
+from vsa.settings import ShareBelowOne, validated
 from vsa.training.modules.base import DiffusionModule
 
 
-@checked
+@validated
 class EMA(L.Callback):
     """Keeps an fp32 average of every parameter; validation and samples use it.
 

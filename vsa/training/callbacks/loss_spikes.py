@@ -12,7 +12,7 @@ import lightning as L
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from vsa.settings import AtLeastOne, Bound, Positive, checked
+from vsa.settings import AtLeastOne, Bound, Positive, validated
 from vsa.training.callbacks.checkpoint import Checkpointing
 from vsa.training.lightning_compat import restart_data
 from vsa.training.metrics_csv import MetricsCSV
@@ -55,7 +55,7 @@ class SpikeRule:
         return False
 
 
-@checked
+@validated
 class LossSpikes(L.Callback):
     """Rolls a run back to its last checkpoint before a loss spike, and continues from there with other data.
 

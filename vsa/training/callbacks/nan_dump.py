@@ -17,7 +17,7 @@ from torch import Tensor
 from vsa.checkpoints.run_checkpoint import write_checkpoint
 from vsa.data.batch import VideoBatch
 from vsa.files import atomic_file, open_tensors, parse_json, shown
-from vsa.settings import Count, checked
+from vsa.settings import Count, validated
 from vsa.training.modules.base import DiffusionModule
 from vsa.training.run_state import REPLAY, networks_of, parts_of, values_of
 
@@ -30,7 +30,7 @@ _TENSORS = {"latents": 5, "text": 3, "text_mask": 2, "cond_latents": 5, "seeds":
 _FACTS = {"sample_ids": list[str], "captions": list[str], "num_slots": Count, "step": Count, "loss": str}
 
 
-@checked
+@validated
 class NanDump(L.Callback):
     """Writes networks, batches, losses and settings of a step to `run_dir/nan-dumps` when its gradients are not finite.
 

@@ -10,11 +10,11 @@ from typing import Any
 import lightning as L
 from lightning.pytorch.callbacks import TQDMProgressBar
 
-from vsa.settings import Positive, checked
+from vsa.settings import Positive, validated
 from vsa.training.lightning_compat import close_bars
 
 
-@checked
+@validated
 class TimedProgressBar(TQDMProgressBar):
     """Lightning's bar, redrawn at the end of the first step that ends `seconds` or more after the last redraw.
 

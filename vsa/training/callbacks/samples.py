@@ -21,10 +21,10 @@ from vsa.data.prompts import HELD_OUT_PROMPTS
 from vsa.evaluation.attention_map import draw_attention
 from vsa.evaluation.figures import logged_metrics
 from vsa.sampling.contact_sheet import side_by_side
-from vsa.sampling.pipeline import LoadedRun, SampleSettings, generate, settings_dict
+from vsa.sampling.pipeline import SampleSettings, SamplingPipeline, generate, settings_dict
 from vsa.sampling.sample_writer import DATA_CLIPS, file_stem, write_clips, write_examples
 from vsa.secrets import without_secrets
-from vsa.settings import AtLeastOne, Count, NonNegative, Positive, Seed, checked
+from vsa.settings import AtLeastOne, Count, NonNegative, Positive, Seed, validated
 from vsa.training.callbacks.ema import EMA
 from vsa.training.display import log_picture, never_fatal
 from vsa.training.modules.teacher import Teacher
@@ -59,7 +59,7 @@ class ClipSet:
         return ", ".join(parts)
 
 
-@checked
+@validated
 class Samples(L.Callback):
     """Samples clips with the averaged weights every `every_n_steps` and at the end, and draws the pictures of the run.
 
@@ -200,13 +200,15 @@ class Samples(L.Callback):
                 clips = examples(data, self.prompts, _DATA_CLIPS, device=pl_module.device)
                 write_examples(folder, clips, fps=self.fps)
 
-    def _options(self, run: LoadedRun, points: Sequence[SparsityPoint]) -> dict[SparsityPoint, SampleSettings]:
+    def _options(self, run: SamplingPipeline, points: Sequence[SparsityPoint]) -> dict[SparsityPoint, SampleSettings]:
         # a step list fixes steps and shift, and its guidance is in the weights
         own = run.step_list is not None
         how = {} if own else {"steps": self.steps, "guidance": self.guidance, "flow_shift": self.flow_shift}
         return {at: run.settings(seed=self.seed, at=at, **how) for at in points}
 
-    def _clips(self, run: LoadedRun, options: Mapping[SparsityPoint, SampleSettings], name: str) -> list[ClipSet]:
+    def _clips(
+        self, run: SamplingPipeline, options: Mapping[SparsityPoint, SampleSettings], name: str
+    ) -> list[ClipSet]:
         """One set per point; points with equal settings are sampled once."""
         videos: dict[tuple[KeptTiles, DenoisingPlan], Tensor] = {}
         for settings in options.values():
@@ -221,14 +223,14 @@ class Samples(L.Callback):
             for at, settings in options.items()
         ]
 
-    def _teacher_clips(self, run: LoadedRun, teacher: Teacher) -> ClipSet:
+    def _teacher_clips(self, run: SamplingPipeline, teacher: Teacher) -> ClipSet:
         run = replace(run, model=teacher.network, source=teacher.start.source, step_list=None)
         # the teacher has the weights of a dense checkpoint
         (clips,) = self._clips(run, self._options(run, ("dense",)), "teacher")
         # the step of the record is that of this run, not of the teacher
         return replace(clips, record={key: value for key, value in clips.record.items() if key != "step"})
 
-    def _draw_attention(self, trainer: L.Trainer, run: LoadedRun, options: Sequence[SampleSettings]) -> None:
+    def _draw_attention(self, trainer: L.Trainer, run: SamplingPipeline, options: Sequence[SampleSettings]) -> None:
         # dense attention, and a top-k of all tiles, select nothing to draw
         tiles = run.model.layout_for(options[0].latent_shape).num_video_tiles
         sparse = [settings for settings in options if settings.topk.at(0.5).mean(tiles) < tiles]
@@ -248,9 +250,9 @@ class Samples(L.Callback):
             elif isinstance(logger, WandbLogger):
                 logger.log_video(name, [str(gif) for gif in gifs], step=trainer.global_step, caption=self.prompts)
 
-    def _live_run(self, trainer: L.Trainer, pl_module: Any, weights: str) -> LoadedRun:
+    def _live_run(self, trainer: L.Trainer, pl_module: Any, weights: str) -> SamplingPipeline:
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
-        return LoadedRun(
+        return SamplingPipeline(
             model=pl_module.model,
             codec=data.codec,
             text_encoder=data.text_encoder,

@@ -24,7 +24,7 @@ from vsa.data.batch import VideoBatch
 from vsa.files import write_whole
 from vsa.machine import seconds_now
 from vsa.models.sharding import local
-from vsa.settings import AtLeastOne, checked
+from vsa.settings import AtLeastOne, validated
 from vsa.training.callbacks.ema import EMA
 from vsa.training.lightning_compat import stop_without_validation, use_profiler
 from vsa.training.modules.base import DiffusionModule
@@ -49,7 +49,7 @@ class Regions(Profiler):
             region.__exit__(None, None, None)
 
 
-@checked
+@validated
 class StepProfile(L.Callback):
     """Times `steps` plain steps, then traces `steps` more, prints where their time goes, and ends the run.
 

@@ -28,7 +28,7 @@ from vsa.evaluation.figures import loss_curve
 from vsa.models.flops import FlopCount
 from vsa.models.init import without_memory
 from vsa.models.network import Network
-from vsa.settings import Count, NonNegative, Seed, checked
+from vsa.settings import Count, NonNegative, Seed, validated
 from vsa.training.estimate.job import TRAINING, PlannedNetwork
 from vsa.training.gradients import GradientClipper, refuse_training_free
 from vsa.training.lightning_compat import set_step
@@ -70,7 +70,7 @@ class JobSize(NamedTuple):
     max_steps: int
 
 
-@checked
+@validated
 class DiffusionModule(L.LightningModule):
     """Base of the training jobs: one trained network with one optimizer.
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from vsa.settings import AtLeastOne, Count, checked
+from vsa.settings import AtLeastOne, Count, validated
 
 
-@checked
+@validated
 @dataclass(frozen=True, kw_only=True)
 class UpdateCycle:
     """Iterations in which the generator is updated; the critic is updated in every iteration.

@@ -27,7 +27,7 @@ from vsa.models.init import without_memory
 from vsa.models.network import Network
 from vsa.objectives.distribution_matching import DistributionMatching, NegativeText, Networks, ScoredRollout
 from vsa.objectives.flow_matching import VALIDATION_SEED
-from vsa.settings import AtLeastOne, Count, NonNegative, checked
+from vsa.settings import AtLeastOne, Count, NonNegative, validated
 from vsa.training.distill_metrics import CollapseRule, CollapseWatch, IterationMetrics, SpreadMeter
 from vsa.training.estimate.job import PlannedNetwork
 from vsa.training.gradients import GradientClipper, refuse_training_free
@@ -48,7 +48,7 @@ _PLANNED_TURNS = 30
 """Number of generator updates over which an estimate averages the passes of an iteration."""
 
 
-@checked
+@validated
 class DistillModule(DiffusionModule):
     """Distil a dense teacher into a generator of few steps and sparse attention (VSA paper, section 2.3).
 

@@ -20,7 +20,7 @@ from vsa.data.batch import VideoBatch
 from vsa.diffusion.latent_statistics import LatentStatistics
 from vsa.models.network import Network
 from vsa.objectives.flow_matching import FinetuneLoss, LossTerms
-from vsa.settings import checked
+from vsa.settings import validated
 from vsa.training.estimate.job import FORWARD, PlannedNetwork
 from vsa.training.modules.pretrain import PretrainModule
 from vsa.training.modules.teacher import Teacher
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from vsa.data.datamodule import PlanDataModule
 
 
-@checked
+@validated
 class FinetuneModule(PretrainModule):
     """Finetune a pretrained checkpoint to sparse attention (VSA paper, section 2.3 and appendix C.5).
 

@@ -19,7 +19,7 @@ from vsa.data.batch import VideoBatch
 from vsa.diffusion import flow_matching as fm
 from vsa.diffusion.decile_means import DecileMeans
 from vsa.objectives.flow_matching import VALIDATION_SEED, FlowMatchingLoss, LossTerms
-from vsa.settings import checked
+from vsa.settings import validated
 from vsa.training.display import never_fatal
 from vsa.training.lightning_compat import validate_before_stopping
 from vsa.training.loss_window import LossWindow
@@ -28,7 +28,7 @@ from vsa.training.run_state import Stateful
 from vsa.training.validation_csv import ValidationRows, write_validation
 
 
-@checked
+@validated
 class PretrainModule(DiffusionModule):
     """Pretrain a video DiT with sparse attention from scratch (VSA paper, section 3.1).
 
