@@ -90,8 +90,8 @@ def test_score_tells_right_clips_from_wrong_ones():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--steps", "8"], r"steps 8 has no meaning for .*: it is distilled to the timesteps \[1000\.0, 500\.0\]"),
-        (["--shift", "3"], r"flow_shift 3\.0 has no meaning for .*\[1000\.0, 500\.0\]"),
+        (["--steps", "8"], r"steps 8 does not apply to .*: it is distilled to the timesteps \[1000\.0, 500\.0\]"),
+        (["--shift", "3"], r"flow_shift 3\.0 does not apply to .*\[1000\.0, 500\.0\]"),
     ],
 )
 def test_steps_of_a_distilled_run_cannot_be_changed(write_tiny_run, tmp_path: Path, arguments, message):

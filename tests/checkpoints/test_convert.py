@@ -477,7 +477,7 @@ def test_weights_that_are_asked_for_are_taken_or_refused(tmp_path):
     assert not (tmp_path / "a").exists()
     convert(tmp_path / "run", tmp_path / "a", "--no-golden")
     assert all(torch.equal(WeightFiles(tmp_path / "a").read(key), value + 1) for key, value in ema.items())
-    with pytest.raises(ValueError, match=r"--weights model applies only to training runs; .* is not a run folder"):
+    with pytest.raises(ValueError, match=r"--weights model applies to training runs only; .* is not a run folder"):
         convert(tmp_path / "a", tmp_path / "b", "--weights", "model")
 
 
@@ -541,10 +541,10 @@ def test_sampling_settings_are_written_over(tmp_path):
         ),
         (
             ["{tmp}/sparse", "{tmp}/out", "--step-list", "9", "--flow-shift", "6"],
-            r"--flow-shift 6\.0 has no meaning beside the steps \[9\.0\]",
+            r"--flow-shift 6\.0 does not apply beside the steps \[9\.0\]",
         ),
         (["{tmp}/sparse", "{tmp}/out", "--step-list", "9,x"], "--step-list: expected float values .*, got 9,x"),
-        (["{tmp}/sparse", "{tmp}/out", "--topk", "3"], "says its own top-k and grid"),
+        (["{tmp}/sparse", "{tmp}/out", "--topk", "3"], "has its own top-k and grid"),
         (
             ["{tmp}/sparse", "{tmp}/out", "--to", "fastvideo"],
             r"tile_thw=\(4, 4, 4\) only, the source has .*\(2, 2, 2\)",

@@ -280,7 +280,7 @@ def test_windows_conform_and_others_do_not(tmp_path, capsys, command_line):
     assert (status, err.count("\n")) == (1, 1)
     assert err.startswith("error: layer 0 has error ")
     windows_export(tmp_path / "other")
-    with pytest.raises(ValueError, match="topk 3 has no meaning for neighborhood: it selects no tiles"):
+    with pytest.raises(ValueError, match="topk 3 does not apply to neighborhood: it selects no tiles"):
         write_golden(model, tmp_path / "other", topk=3)
 
 

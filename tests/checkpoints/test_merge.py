@@ -267,7 +267,7 @@ def test_diffusers_folders_give_a_diffusers_folder(runs):
     export(runs.folder / "s", runs.sparse)
     export(runs.folder / "f", runs.few)
     words = [runs.folder / "b", "--sparse", runs.folder / "s", "--few-step", runs.folder / "f"]
-    with pytest.raises(ValueError, match="does not say its timesteps: give them with --step-list"):
+    with pytest.raises(ValueError, match="does not name its timesteps: set --step-list"):
         run_command(merge, *words, out)
     run_command(merge, words[0], "--step-list", "900,300", *words[1:], out)
     model, info = open_network(out)
@@ -333,7 +333,7 @@ def hash_of(text: str) -> dict[str, str]:
 CHANGES: dict[str, tuple[Callable[[Runs], object], str]] = {
     "no timesteps": (
         lambda runs: rewrite(runs.folder / "few", step_list=None),
-        "few/checkpoints/step-00000003 does not say its timesteps: give them with --step-list",
+        "few/checkpoints/step-00000003 does not name its timesteps: set --step-list",
     ),
     "timesteps that rise": (
         lambda runs: rewrite(runs.folder / "few", step_list=[500, 900]),

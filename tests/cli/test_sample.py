@@ -59,7 +59,7 @@ def test_sample_runs_a_distilled_run_at_its_step_list(write_tiny_run, tmp_path: 
         words = ["sample", *arguments, "--device", "cpu", "--prompt", "a red circle", "--out", str(out)]
         vsa_command(*words)
         again = json.loads((out / "samples.json").read_text())
-        with pytest.raises(ValueError, match=r"holds clips already \(samples\.json\): choose another folder"):
+        with pytest.raises(ValueError, match=r"already holds clips \(samples\.json\): choose another folder"):
             vsa_command(*words)
         return read_video(out / again["clips"][0]["mp4"])[0].int()
 
@@ -77,7 +77,7 @@ def test_sample_of_a_checkpoint_writes_beside_its_run(tiny_run_dir: Path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "missing prompts"),
+        ([], "no prompts"),
         (["--prompt", "x", "--topk", "2", "--sparsity", "0.5"], "at most one of topk and sparsity"),
         (["--prompt", "x", "--topk", "99"], "above the number of tiles 8"),
     ],
@@ -107,8 +107,8 @@ def test_a_wrong_run_is_one_line_and_status_1(command_line, tmp_path: Path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--steps", "8"], r"steps 8 has no meaning for .*: it is distilled to the timesteps \[1000\.0, 500\.0\]"),
-        (["--shift", "3"], r"flow_shift 3\.0 has no meaning for .*\[1000\.0, 500\.0\]"),
+        (["--steps", "8"], r"steps 8 does not apply to .*: it is distilled to the timesteps \[1000\.0, 500\.0\]"),
+        (["--shift", "3"], r"flow_shift 3\.0 does not apply to .*\[1000\.0, 500\.0\]"),
     ],
 )
 def test_steps_of_a_distilled_run_cannot_be_changed(write_tiny_run, tmp_path: Path, arguments, message):

@@ -359,7 +359,7 @@ def test_what_has_no_meaning_for_a_distilled_run_is_one_line(write_tiny_run, com
     source = few / "checkpoints" / "step-00000007"
     for option, name in (("--steps", "steps 8"), ("--shift", "flow_shift 8.0")):
         status, _, err = command_line("evaluate", str(few), *AT_ITS_LIST, option, "8")
-        expected = f"error: {name} has no meaning for {source}: it is distilled to the timesteps {list(STEPS)}\n"
+        expected = f"error: {name} does not apply to {source}: it is distilled to the timesteps {list(STEPS)}\n"
         assert (status, err) == (1, expected)
     # the objective of a tiny run is none of data, like that of a distillation
     status, _, err = command_line("evaluate", str(few), *AT_ITS_LIST[:-1])
@@ -473,8 +473,7 @@ def test_following_ends_when_nothing_comes_and_ctrl_c_is_one_line(
     [
         (
             ["--no-val-loss"],
-            "missing prompts: the run has no sample prompts and no held-out captions, set --prompt TEXT or "
-            "--prompts FILE",
+            "no prompts: the run has no sample prompts and no held-out captions, set --prompt TEXT or --prompts FILE",
         ),
         ([*QUICK, "--reference", "nowhere"], "no such checkpoint or run folder: nowhere"),
         ([*QUICK, "--reference", "none", "--min-psnr", "20"], "--min-psnr 20 needs a reference, got --reference none"),

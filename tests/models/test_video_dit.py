@@ -406,7 +406,7 @@ def test_bad_inputs_are_named():
     x, timestep, text = make_inputs()
     ones = torch.ones(2, 7)
     cases = [
-        ((x[..., :11], timestep, text), {}, r"divisible by the patch \(1, 2, 2\), got \(6, 4, 8, 11\)"),
+        ((x[..., :11], timestep, text), {}, r"multiples of the patch \(1, 2, 2\), got \(6, 4, 8, 11\)"),
         ((x[:, :5], timestep, text), {}, "takes 6 latent channels .* got 5"),
         ((x, timestep, text), {"cond_latents": x[:, :1]}, "takes 6 latent channels .* got 7"),
         ((x, timestep, text[..., :9]), {}, r"text must be \[B, S, E\] = \[2, S, 10\], got \[2, 7, 9\]"),
@@ -420,7 +420,7 @@ def test_bad_inputs_are_named():
     for args, kwargs, message in cases:
         with pytest.raises(ValueError, match=message):
             model(*args, **kwargs)
-    with pytest.raises(ValueError, match=r"divisible by the patch \(1, 2, 2\), got \(4, 8, 12\)"):
+    with pytest.raises(ValueError, match=r"multiples of the patch \(1, 2, 2\), got \(4, 8, 12\)"):
         model.layout_for(LATENT[1:])
 
 

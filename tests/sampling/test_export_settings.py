@@ -149,7 +149,7 @@ def test_methods_without_parameters_are_exported_and_verified(method, told, chan
         vsa_command("verify-export", tmp_path / "export", "--device", "cpu")
     with pytest.raises(ValueError, match=f"FastVideo runs method=video_sparse only, the source has method={method}"):
         convert([str(run), str(tmp_path / "fastvideo"), "--to", "fastvideo"])
-    with pytest.raises(ValueError, match="says its own top-k and grid"):
+    with pytest.raises(ValueError, match="has its own top-k and grid"):
         convert([str(run), str(tmp_path / "topk"), "--topk", "2", "--grid", "4", "4", "4"])
     assert not list(tmp_path.glob("[ft]*"))
 
@@ -218,7 +218,7 @@ def test_weights_without_a_codec_say_what_to_give(make_run, write_tiny_run, tiny
     ):
         with pytest.raises(ValueError, match=message):
             convert([str(back), str(tmp_path / "refused"), "--to", "run", "--like", str(like)])
-    with pytest.raises(ValueError, match=r"says its own codec and text encoder: leave --like .* out"):
+    with pytest.raises(ValueError, match=r"has its own codec and text encoder: leave --like .* out"):
         convert([str(run), str(tmp_path / "refused"), "--to", "run", "--like", str(run)])
     assert not (tmp_path / "refused").exists()
 

@@ -241,7 +241,7 @@ def test_streams_change_no_file(attempt, shards, run_folders, tmp_path):
     as_text = {"capture_output": True, "text": True, "errors": "replace"}
     result = subprocess.run(["bash", "-c", line], cwd=tmp_path, env=environment(), **as_text)
     assert "Traceback" not in result.stdout + result.stderr
-    # a command that prints its result says that it was lost, a training goes on
+    # a command that prints its result says that it was lost, a training continues
     assert result.returncode in (0, 141, 28), result.stderr
     assert not command.startswith("train") or result.returncode == 0, result.stderr
     assert (run / "report.html").exists() == command.startswith("report")

@@ -165,7 +165,7 @@ def test_replay_of_a_dropped_step_of_two_ranks(training: TinyTraining, attempt: 
 @pytest.mark.soak("NaN and infinity in a gradient on several GPUs", attempts=4, short=1)
 @pytest.mark.timeout(60)
 def test_a_gradient_that_is_not_finite_on_gpus(training: TinyTraining, attempt: int):  # noqa: F811
-    """In one element on one rank: no rank takes the step, and training goes on."""
+    """In one element on one rank: no rank takes the step, and training continues."""
     world, step, rank = torch.cuda.device_count(), random.Random(attempt).randint(2, 6), attempt % 2
     settings = ("trainer=fsdp", "trainer.accelerator=gpu", f"data.batch_size={2 * world}", "trainer.max_steps=8")
     settings += ("callbacks.checkpoint.every_n_steps=1", "callbacks.checkpoint.keep=20")

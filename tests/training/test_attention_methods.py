@@ -199,7 +199,7 @@ def test_windows_start_from_dense_weights_and_have_no_topk(training):
     assert run.settings().topk == run.settings(at="dense").topk == KeptTiles((8,))
     assert generate(run, ["a red circle"], run.settings(steps=1)).isfinite().all()
     for name, value in {"topk": 2, "sparsity": 0.5}.items():
-        with pytest.raises(ValueError, match=f"^{name} {value} has no meaning for NeighborhoodAttention: it selects"):
+        with pytest.raises(ValueError, match=f"^{name} {value} does not apply to NeighborhoodAttention: it selects"):
             run.settings(**{name: value})
 
 

@@ -1,4 +1,4 @@
-"""`callbacks.checkpoint.asynchronous`: the same checkpoints, written while training goes on."""
+"""`callbacks.checkpoint.asynchronous`: the same checkpoints, written while training continues."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def test_a_save_without_room_is_tried_again_and_may_be_missed(training, monkeypa
     assert names == ["2", "3", "5"]
     assert all(line.startswith(f"cannot write {training.folder()}/checkpoints/step-0000000") for line in messages)
     ends = [line.rpartition(": ")[2] for line in messages]
-    again, miss = "trying once more", "training goes on without it (1 in a row, callbacks.checkpoint.max_missed=1)"
+    again, miss = "trying once more", "training continues without it (1 in a row, callbacks.checkpoint.max_missed=1)"
     assert ends == [again, again, miss]
     assert len(training.losses()) == 5
     # one miss too many, and one at the end

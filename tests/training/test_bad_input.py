@@ -38,7 +38,7 @@ BAD_SETTINGS = [
     (["attention=nope"], "attention/nope"),
     (
         ["attention=neighborhood"],
-        "sparsity.sparsity=0.5 has no meaning for attention=neighborhood: it",
+        "sparsity.sparsity=0.5 does not apply to attention=neighborhood: it",
     ),
     (["model=nope"], "model/nope"),
     (["experiment=nope"], "experiment/nope"),

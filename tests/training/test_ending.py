@@ -183,11 +183,11 @@ def test_a_signal_before_the_first_logged_row_ends_well(training, told, number, 
         training(*overrides, callbacks=(SignalAt(1, number),))
     assert stop.value.code == 128 + number
     checkpoint = training.folder() / "checkpoints" / "step-00000002"
-    assert f"{signal.Signals(number).name}: saved {checkpoint}, go on with ckpt_path=last" in told
+    assert f"{signal.Signals(number).name}: saved {checkpoint}, continue with ckpt_path=last" in told
     summary = table(told)
     assert summary[""].startswith("stopped at step 2 of 9: 2 steps in ")
     assert summary["checkpoint"] == str(checkpoint)
-    assert summary["next"] == "the same command with ckpt_path=last goes on from there"
+    assert summary["next"] == "the same command with ckpt_path=last continues from there"
     assert not [line for line in told if line.startswith("warning")]
     assert (training.folder() / "loss.png").exists() == curve
     assert ("val/loss" in summary) == curve
@@ -200,7 +200,7 @@ def test_a_failed_run_names_its_last_checkpoint(training, told):
     summary = table(told)
     assert summary[""].startswith("failed at step 5 of 9: 5 steps in ")
     assert summary["checkpoint"] == f"{training.folder()}/checkpoints/step-00000004"
-    assert summary["next"] == "the same command with ckpt_path=last goes on from there"
+    assert summary["next"] == "the same command with ckpt_path=last continues from there"
     assert "samples" not in summary
 
 
@@ -327,7 +327,7 @@ def test_the_summary_tells_only_what_there_is(tmp_path):
     ]
     # a signal that came when all steps were done, perhaps before the last validation
     (*_, row) = closing_lines(tmp_path, saved, how="stopped", seconds=1, **{**common, "max_steps": 41})
-    assert row == "  next        the same command with ckpt_path=last goes on from there"
+    assert row == "  next        the same command with ckpt_path=last continues from there"
 
 
 # without a step
@@ -416,7 +416,7 @@ def test_sigterm_ends_a_whole_sweep_at_any_time(
     lines = (tmp_path / "told").read_text().splitlines()
     (line,) = (line for line in lines if line.startswith("SIGTERM: "))
     step = folder / "checkpoints" / "step-00000002"
-    end = "go on with ckpt_path=last, which makes up for the validation and clips of the end"
+    end = "continue with ckpt_path=last, which makes up for the validation and clips of the end"
     what = {"saved": f"saved {step}, {end}", "stopped": "stopped, there was nothing to save"}
     assert line == f"SIGTERM: {what[word]}"
     assert not [line for line in lines if "Received SIGTERM" in line]

@@ -384,7 +384,7 @@ def test_a_run_says_what_it_takes_and_a_dry_run_stops_there(training, monkeypatc
     assert "time of a step" in table
     assert "the same with dense attention" in table
     assert not training.folder().exists()
-    with pytest.raises(ValueError, match="dry_run=true is for a new run, got ckpt_path=last"):
+    with pytest.raises(ValueError, match="dry_run=true applies to a new run only, got ckpt_path=last"):
         training("dry_run=true", "ckpt_path=last")
     _here(monkeypatch, 0.5)
     with pytest.raises(ValueError, match=r"it needs 0\.8 GiB of the 0\.5 of one H200"):
@@ -401,5 +401,5 @@ def test_a_run_says_what_it_takes_and_a_dry_run_stops_there(training, monkeypatc
 
 def test_a_sweep_refuses_a_dry_run():
     cfg = composed(("dry_run=true",))
-    with pytest.raises(ValueError, match="dry_run=true is for one run: a sweep checks all its runs"):
+    with pytest.raises(ValueError, match="dry_run=true applies to single runs: a sweep checks all its runs"):
         check_run(cfg, {})

@@ -215,7 +215,7 @@ def test_a_run_whose_spikes_do_not_end_is_stopped(training):
 def test_a_spike_before_the_first_checkpoint_is_told(training, caplog):
     caplog.set_level("INFO")
     training(*WATCHED, "callbacks.checkpoint.every_n_steps=100", callbacks=(Outlier(SPIKE),))
-    assert "no checkpoint to go back to, training goes on" in caplog.text
+    assert "no checkpoint to go back to, training continues" in caplog.text
     assert training.last().step == 16
 
 
@@ -230,5 +230,5 @@ def test_a_window_that_is_never_full_enough_is_refused():
 
 
 def test_a_distillation_is_refused(distill):
-    with pytest.raises(ValueError, match=r"callbacks.loss_spikes is for jobs of one network"):
+    with pytest.raises(ValueError, match=r"callbacks.loss_spikes applies to jobs of one network"):
         distill("callbacks=loss_spikes")

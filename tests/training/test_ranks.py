@@ -71,7 +71,7 @@ def test_the_others_end_with_a_line_that_names_a_lost_rank(training, tmp_path, n
     (line,) = [line for line in err[0].splitlines() if line.startswith("error: ")]
     what = rf"error: rank 1 \(pid \d+ on .+, last in (the data of )?step \d\) {words}: the other ranks were stopped, "
     assert re.match(what + "see ", line)
-    assert line.endswith(f"; ckpt_path=last goes on from {training.folder()}/checkpoints/step-00000002")
+    assert line.endswith(f"; ckpt_path=last continues from {training.folder()}/checkpoints/step-00000002")
     assert "Traceback" not in err[0]
     # where the rank that could still answer stood
     assert " in fit\n" in (training.folder() / "stacks-rank-0.txt").read_text()

@@ -202,7 +202,7 @@ def test_one_line_names_the_next_level_and_nothing_is_lost(training, settings, w
     settings = (*settings, "callbacks.checkpoint.every_n_steps=2")
     with pytest.raises(MemoryRanOut) as error:
         training(*settings, explicit(setting), callbacks=(RunsOut("none", **where),))
-    saved = f"; ckpt_path=last goes on from {training.folder()}/checkpoints/step-00000002" if step > 1 else ""
+    saved = f"; ckpt_path=last continues from {training.folder()}/checkpoints/step-00000002" if step > 1 else ""
     assert str(error.value) == (
         f"out of memory in step {step} with task.parallel.activation_checkpointing=none (CUDA out of memory. Tried to "
         f"allocate 2.00 GiB): set task.parallel.activation_checkpointing=attention, which keeps less{saved}"
@@ -323,7 +323,7 @@ def test_the_line_is_that_of_every_rank(training, tmp_path: Path):
     line = (
         "out of memory in step 3 with task.parallel.activation_checkpointing=none (CUDA out of memory. Tried to "
         "allocate 2.00 GiB): set task.parallel.activation_checkpointing=attention, which keeps less; ckpt_path=last "
-        f"goes on from {training.last().path}"
+        f"continues from {training.last().path}"
     )
     assert [text for text in err[0].splitlines() if text.startswith("error: ")] == [f"error: {line}"]
     assert err[1].splitlines()[-1] == f"vsa.errors.MemoryRanOut: {line}"

@@ -470,7 +470,7 @@ def test_sigterm_of_the_real_process(training, tiny_overrides, tmp_path, start):
     step = training.last().step
     output = (tmp_path / "err").read_text()
     assert "SIGTERM: saving after this step" in output
-    assert f"SIGTERM: saved {training.folder()}/checkpoints/step-{step:08d}, go on with ckpt_path=last" in output
+    assert f"SIGTERM: saved {training.folder()}/checkpoints/step-{step:08d}, continue with ckpt_path=last" in output
     assert step > 2
     losses = training.losses()
     assert sorted(losses) == list(range(1, step + 1))

@@ -307,7 +307,7 @@ def test_side_by_side_has_a_row_per_prompt_and_a_column_per_set(tmp_path: Path):
     assert red[1] < blue[1]
     with pytest.raises(ValueError, match="one clip per prompt in every column, got 1 prompts and"):
         side_by_side(columns, PROMPTS[:1], tmp_path / "other.png")
-    with pytest.raises(ValueError, match="columns must have one shape"):
+    with pytest.raises(ValueError, match="columns must have the same shape"):
         side_by_side({**columns, "long": columns["left"][:, :4]}, PROMPTS, tmp_path / "o.png")
     assert [p.name for p in tmp_path.iterdir()] == ["new"]
 

@@ -80,7 +80,7 @@ def test_every_signal_finishes_the_step_and_saves(training, told, number):  # no
     assert stopped(training, callbacks=(SignalAt(1, number),)) == 128 + number
     assert training.last().step == 2
     assert f"{number.name}: saving after this step" in told
-    assert f"{number.name}: saved {training.last().path}, go on with ckpt_path=last" in told
+    assert f"{number.name}: saved {training.last().path}, continue with ckpt_path=last" in told
 
 
 class SignalInValidation(L.Callback):
@@ -302,7 +302,7 @@ def test_a_deadline_ends_a_run_with_a_checkpoint(training, told, monkeypatch, ow
     else:
         assert stopped(training, callbacks=(Second(),)) == status
     assert training.last().step == 4
-    assert f"MINE: saved {training.last().path}, go on with ckpt_path=last" in told
+    assert f"MINE: saved {training.last().path}, continue with ckpt_path=last" in told
     # control
     training(*SMALL, "run=other", callbacks=())
     assert training.last("other").step == 6

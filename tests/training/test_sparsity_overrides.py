@@ -66,7 +66,7 @@ def config(training: Any, attention: str, *own: str) -> Any:
 def test_a_typed_topk_is_refused_before_anything_is_written(training, attention):
     cfg = config(training, attention, *UNSELECTIVE[attention])
     settings = SparsityOverrides.of(hydra("seed=0", "sparsity.sparsity=null", "++sparsity.topk=2", attention=attention))
-    with pytest.raises(ValueError, match=f"^sparsity.topk=2 has no meaning for attention={attention}: it selects no"):
+    with pytest.raises(ValueError, match=f"^sparsity.topk=2 does not apply to attention={attention}: it selects no"):
         run_module.train(cfg, settings)
     assert not training.output.exists()
 
@@ -101,9 +101,9 @@ def test_selections_without_a_topk_may_be_kept(word):
     settings = SparsityOverrides.of(hydra(word, attention="sparge"))
     settings.refuse_without_selection(predicts=True)
     assert without_tiles_kept([word, "sparsity.topk=2"], predicts=True) == (word,)
-    with pytest.raises(ValueError, match=r"^sparsity\.topk=2 has no meaning for attention=sparge: it has no top-k$"):
+    with pytest.raises(ValueError, match=r"^sparsity\.topk=2 does not apply to attention=sparge: it has no top-k$"):
         SparsityOverrides.of(hydra("sparsity.topk=2", attention="sparge")).refuse_without_selection(predicts=True)
-    with pytest.raises(ValueError, match="has no meaning for attention=sparge"):
+    with pytest.raises(ValueError, match="does not apply to attention=sparge"):
         settings.refuse_without_selection()
 
 

@@ -244,7 +244,7 @@ def test_ema_is_the_average_written_by_hand(training, decay, warmup, accumulate)
     assert len(watch.validated) == 5
     for actual, expected in zip(watch.validated, averages, strict=True):
         assert largest_difference(actual, expected) < 1e-6
-    # training goes on with its own weights, bit for bit
+    # training continues with its own weights, bit for bit
     for start, end in zip(watch.restored[1:], watch.after[1:-1], strict=True):
         assert largest_difference(start, end) == 0
 

@@ -115,4 +115,4 @@ def test_a_client_that_fails_ends_tracking_and_not_the_run(tmp_path, monkeypatch
     tracker._experiment = Broken()
     for step in range(3):
         tracker.log_metrics({"loss": 1.0}, step)
-    assert told(capsys, caplog).count("tracking ended, training goes on: the service process is gone") == 1
+    assert told(capsys, caplog).count("tracking ended, training continues: the service process is gone") == 1

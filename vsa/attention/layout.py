@@ -155,7 +155,7 @@ class TileLayout:
         Warns once per layout when short tiles waste more than a tenth of the slots.
 
         Args:
-            segments: at least one segment; the segments of a sample are adjacent.
+            segments: segments, at least one; those of a sample are adjacent.
             tile_thw: tokens per tile along time, height, width; None for raster order.
             kv_tile_thw: tokens per selected tile; None: `tile_thw`. Tiles of several sizes are nested in one token
                 order, so each size has to divide the next larger one.

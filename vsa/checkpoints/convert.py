@@ -47,7 +47,7 @@ class Conversion:
         to: target layout.
         dtype: dtype of the written tensors; None: that of the source.
         max_shard_gb: largest size of a file in GB.
-        golden: write golden tensors for a sparse result.
+        golden: whether golden tensors are written for a sparse result.
         golden_layers: layers with golden tensors; None: all.
         topk: kv tiles per query tile, for a source whose gates are not described (FastVideo).
         sparsity: fraction of skipped tiles, instead of `topk`.
@@ -83,7 +83,7 @@ def sampling_like(source: WeightSource, like: str | None) -> dict[str, Any] | No
     if like is None:
         return source.sampling
     if source.sampling is not None:
-        raise ValueError(f"{source.name} says its own codec and text encoder: leave --like {like} out")
+        raise ValueError(f"{source.name} has its own codec and text encoder: leave --like {like} out")
     state = resolve_checkpoint(like).state
     part = sampling_part(state)
     if part is None:
@@ -113,7 +113,7 @@ def sparse_config(source: WeightSource, options: Conversion) -> SparseAttentionC
     sampling = {key: value for key, value in sampling.items() if value is not None}
     if source.sparse is None and not gates:
         if has_sparsity_options:
-            raise ValueError(f"{source.name} has no gates, so --topk, --sparsity and --grid have no meaning")
+            raise ValueError(f"{source.name} has no gates, so --topk, --sparsity and --grid do not apply")
         if options.step_list is not None and options.to != "run":
             sampling["step_list"] = options.step_list
         if sampling:
@@ -121,14 +121,14 @@ def sparse_config(source: WeightSource, options: Conversion) -> SparseAttentionC
         return None
     if source.sparse is not None:
         if has_sparsity_options:
-            raise ValueError(f"{source.name} says its own top-k and grid: leave --topk, --sparsity and --grid out")
+            raise ValueError(f"{source.name} has its own top-k and grid: leave --topk, --sparsity and --grid out")
         sparse = replace(source.sparse, golden=None, golden_tolerance=None)
     else:
         sparse = _sparse_of_options(source, gates, options)
     if options.step_list is not None:
         sparse = sparse.sampled_at(step_list(options.step_list))
     if sparse.step_list is not None and options.flow_shift is not None:
-        raise ValueError(f"--flow-shift {options.flow_shift} has no meaning beside the steps {list(sparse.step_list)}")
+        raise ValueError(f"--flow-shift {options.flow_shift} does not apply beside the steps {list(sparse.step_list)}")
     return replace(sparse, **sampling)
 
 

@@ -149,7 +149,7 @@ def write_golden(
         raise ValueError(f"layers must be in 0..{len(model.blocks) - 1}, got {layers}")
     num_tiles = _layout(model, grid, torch.device("cpu")).num_video_tiles
     if not sparse.selects and topk is not None:
-        raise ValueError(f"topk {topk} has no meaning for {sparse.method}: it selects no tiles")
+        raise ValueError(f"topk {topk} does not apply to {sparse.method}: it selects no tiles")
     if topk is None:
         topk = max(1, num_tiles // 4) if model.selects else num_tiles
     if not 1 <= topk <= num_tiles:
@@ -251,8 +251,8 @@ def check_golden(
 
     Args:
         folder: folder with `sparse_attention.json` and the golden file that it references.
-        run: the engine: returns the self-attention output `[1, L, C]` of a case, in raster order, on any device and
-            in any dtype. It needs only the folder's weights of that block.
+        run: engine under test: function that returns the self-attention output `[1, L, C]` of a case, in raster order,
+            on any device and in any dtype. It needs only the folder's weights of that block.
         layers: layers that must have a case; None: every layer of the model. Others are not compared.
         tolerance: largest error that passes, see `TOLERANCE`; the folder may ask for a smaller one, not for a larger.
 

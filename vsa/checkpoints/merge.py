@@ -117,7 +117,7 @@ def few_step_list(few_step: WeightSource, given: Sequence[float] | None) -> tupl
     """
     if few_step.step_list is None:
         if given is None:
-            raise ValueError(f"--few-step {few_step.name} does not say its timesteps: give them with --step-list")
+            raise ValueError(f"--few-step {few_step.name} does not name its timesteps: set --step-list")
         return step_list(given)
     if given is not None:
         own = list(few_step.step_list)

@@ -28,7 +28,8 @@ def prune_checkpoints(folder: Path, written: Path | None, keep: int, every: int 
         folder: folder of all checkpoints.
         written: checkpoint that was just written and is good; None: there is none.
         keep: number of good checkpoints to keep, at least 2.
-        every: also keep as many of those at multiples of this step, beside which there are some that a signal wrote.
+        every: interval in steps; as many good checkpoints at its multiples are kept too, since a signal may have
+            written others.
     """
     good = regular = 0
     branches = branch_points(folder)

@@ -238,7 +238,8 @@ def read_checkpoint(path: str | Path, *, verify: bool = True, share: tuple[int, 
 
     Args:
         path: the folder.
-        verify: compare every digest, which reads every byte; False: check only that the files have their full length.
+        verify: whether every digest is compared, which reads every byte; otherwise only the lengths of the files are
+            checked.
         share: rank and number of ranks that compare digests, each of some files; with as many ranks as wrote the
             checkpoint, of the files that the rank will read.
 

@@ -226,7 +226,7 @@ class RunFolder:
 
         Args:
             config: content of `config.yaml`.
-            overwrite: start with an empty folder; the present one is moved aside, and removed by `keep`.
+            overwrite: whether to start with an empty folder; the present one is moved aside, and removed by `keep`.
             resume: checkpoint to resume; later checkpoints of the folder are moved aside.
 
         Returns:

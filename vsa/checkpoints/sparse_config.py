@@ -127,10 +127,10 @@ class SparseAttentionConfig:
             method_names = ", ".join(("video_sparse", *WITHOUT_PARAMETERS))
             raise ValueError(f"method must be one of {method_names}, got {self.method!r}")
         if (self.method in WITHOUT_PARAMETERS) != (self.settings is not None):
-            raise ValueError(f"settings={self.settings} do not go with method={self.method}")
+            raise ValueError(f"settings={self.settings} do not apply to method={self.method}")
         for name in ("tile_thw", "partition", "block_order"):
             if ((value := getattr(self, name)) is None) != (self.settings is not None):
-                raise ValueError(f"{name}={value} does not go with method={self.method}")
+                raise ValueError(f"{name}={value} does not apply to method={self.method}")
         tiles = () if self.tile_thw is None else (("tile_thw", self.tile_thw),)
         for name, triple in (*tiles, *(("grids", grid) for grid in self.grids)):
             if math.prod(triple) > _MOST_TOKENS:
@@ -140,7 +140,7 @@ class SparseAttentionConfig:
         self._check_topk("grid_topk", self.grid_topk)
         for start, stop, rows in self.topk_ranges:
             if not 0 <= start < stop <= 1:
-                raise ValueError(f"topk_ranges must lie in [0, 1] and start < stop, got {start} and {stop}")
+                raise ValueError(f"topk_ranges must be in [0, 1] with start < stop, got {start} and {stop}")
             self._check_topk("grid_topk of topk_ranges", rows)
         for _, rows in self.step_topk:
             self._check_topk("grid_topk of step_topk", rows)

@@ -113,7 +113,7 @@ def export_pretrained(
         dtype: dtype of the written tensors; None keeps theirs.
         max_shard_bytes: largest size of a file.
         tensors: full CPU tensors by parameter name, used instead of the model's own (averaged weights).
-        finish: called on rank 0 with the written folder before it gets its final name, to add files to it.
+        finish: function called on rank 0 with the written folder before it gets its final name, to add files to it.
 
     Raises:
         ValueError: the folder exists, the layout cannot represent architecture or attention, or `sparse` does not match
@@ -193,7 +193,7 @@ def refuse_other_gates(ours: set[str], theirs: set[str], gates: Gates, what: str
                 f"{what} has {len(unexpected)} gate tensors the model has no place for: {some(unexpected)}{remedy}"
             )
     elif theirs:
-        remedy = "; go on with them by task.gates=required" if gates == "initial" else ""
+        remedy = "; continue with them by task.gates=required" if gates == "initial" else ""
         raise ValueError(f"gates={gates} takes a dense checkpoint, but {what} has gates: {some(theirs)}{remedy}")
     elif gates == "absent" and ours:
         raise ValueError(f"gates=absent, but the model has gates: {some(ours)}")

@@ -297,7 +297,7 @@ def open_weights(spec: str | Path, group: Group | None = None) -> WeightSource:
     if is_run(spec):
         return RunWeights(resolve_checkpoint(spec), group)
     if group is not None:
-        raise ValueError(f"--weights {group} applies only to training runs; {spec} is not a run folder")
+        raise ValueError(f"--weights {group} applies to training runs only; {spec} is not a run folder")
     folder = pretrained_folder(spec)
     refuse_experts(spec, folder)
     is_wan = read_json(folder / "config.json").get("_class_name") == "WanModel"

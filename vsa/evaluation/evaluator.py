@@ -87,7 +87,7 @@ class EvaluationSettings:
     def __post_init__(self) -> None:
         if not self.prompts:
             raise ValueError(
-                "missing prompts: the run has no sample prompts and no held-out captions, set --prompt TEXT or "
+                "no prompts: the run has no sample prompts and no held-out captions, set --prompt TEXT or "
                 "--prompts FILE"
             )
 

@@ -57,7 +57,7 @@ class QKNorm(nn.RMSNorm):
     Args:
         num_heads: H.
         head_dim: D.
-        eps: added to the mean square.
+        eps: constant added to the mean square.
     """
 
     compute_dtype: torch.dtype | None = None

@@ -158,7 +158,7 @@ class Network(nn.Module):
                 over a denoising, each sample uses the value at its own timestep.
             denoising: the current pass of a denoising, which then determines the top-k of all samples; None in
                 training.
-            recorder: receives the internals of the attention methods; blocks then run uncompiled.
+            recorder: recorder of the internals of the attention methods; blocks then run uncompiled.
         """
         x = x_t if cond_latents is None else torch.cat((x_t, cond_latents), dim=1)
         layout = self.layout_for(x.shape[1:], x_t.device)
@@ -323,7 +323,7 @@ class Network(nn.Module):
                 denoising, its largest value is counted. None: all, or what the methods expect to keep.
             text_len: S.
             image_len: image tokens of image-to-video models.
-            training: count forward and backward instead of the forward only.
+            training: whether forward and backward are counted, instead of the forward only.
         """
         layout = self.layout_for(latent_shape, "cpu")
         sizes: dict[str, Any] = {"num_tokens": layout.num_tokens, "text_len": text_len, "image_len": image_len}
@@ -350,7 +350,7 @@ class Network(nn.Module):
             num_tokens: L.
             text_len: S.
             image_len: image tokens of image-to-video models.
-            recomputed: count only what the backward pass computes again at this level.
+            recomputed: level at which only what the backward pass recomputes is counted; None: everything.
         """
         sizes = {"num_tokens": num_tokens, "text_len": text_len, "image_len": image_len}
         layers = [(name, m) for name, m in self.named_modules() if isinstance(m, nn.Linear | nn.Conv3d)]

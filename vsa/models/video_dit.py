@@ -46,7 +46,7 @@ class VideoDiT(Network):
     a sparse method adds its own parameters under each block (`blocks.N.to_gate_compress`, `blocks.N.to_gate_fine`).
 
     Args:
-        attention: builds the self-attention method of a layer from `dim`, `num_heads`, `head_dim`, `layer_idx`.
+        attention: factory of a layer's self-attention method, given `dim`, `num_heads`, `head_dim`, `layer_idx`.
         num_attention_heads: H.
         attention_head_dim: D, even and at least 6.
         ffn_dim: width of the feed-forward layers.
@@ -164,7 +164,7 @@ class VideoDiT(Network):
     def grid(self, latent_shape: Sequence[int]) -> Grid:
         shape = tuple(latent_shape)
         if len(shape) != 4 or any(n % p or n < p for n, p in zip(shape[1:], self.patch_size, strict=True)):
-            raise ValueError(f"latent shape [C, T, H, W] must be divisible by the patch {self.patch_size}, got {shape}")
+            raise ValueError(f"latent shape [C, T, H, W] must be multiples of the patch {self.patch_size}, got {shape}")
         t, h, w = (n // p for n, p in zip(shape[1:], self.patch_size, strict=True))
         if max(t, h, w) > self.rope_max_seq_len:
             raise ValueError(f"token grid {(t, h, w)} exceeds rope_max_seq_len {self.rope_max_seq_len}")

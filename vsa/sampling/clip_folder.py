@@ -36,7 +36,7 @@ def all_prompts(prompts: Sequence[str], file: Path | None) -> list[str]:
     captions = [without_secrets(tidy(prompt), named=False) for prompt in prompts]
     captions += read_prompts(file) if file is not None else []
     if not captions:
-        raise ValueError("missing prompts: expected --prompt TEXT or --prompts FILE with one caption per line")
+        raise ValueError("no prompts: expected --prompt TEXT or --prompts FILE with one caption per line")
     return captions
 
 
@@ -52,7 +52,7 @@ def _free_folder(named: Path | None, usual: Path) -> Path:
     folder = named or next(folder for folder in chain([usual], numbered) if not _clips_in(folder))
     refuse_unwritable(folder)
     if there := _clips_in(folder):
-        raise ValueError(f"--out {folder} holds clips already ({there[0].name}): choose another folder")
+        raise ValueError(f"--out {folder} already holds clips ({there[0].name}): choose another folder")
     return folder
 
 
@@ -81,7 +81,8 @@ def sample_run(
         fps: frame rate of the files; None: that of the run's clips.
         device: device of the model; None: a GPU if there is one.
         weights: averaged or trained weights; None: averaged ones if there are any.
-        attention: draws the tiles that the first clip attends to (`vsa.evaluation.attention_map.draw_attention`).
+        attention: function that draws the tiles that the first clip attends to
+            (`vsa.evaluation.attention_map.draw_attention`).
         settings: arguments of `SamplingPipeline.settings`.
     """
     out = _free_folder(out, samples_folder(run))

@@ -94,7 +94,7 @@ def side_by_side(
     if not prompts or {shape[0] for shape in shapes.values()} != {len(prompts)}:
         raise ValueError(f"expected one clip per prompt in every column, got {len(prompts)} prompts and {shapes}")
     if len(set(shapes.values())) > 1:
-        raise ValueError(f"columns must have one shape, got {shapes}")
+        raise ValueError(f"columns must have the same shape, got {shapes}")
     width, height = _strip_size(next(iter(columns.values())), frames, frame_width=1.1)
     names = [fit_text(name, round(width * _LETTERS_PER_INCH), _MOST_LINES) for name in columns]
     # prompts are at the left of their row and may use its whole height

@@ -64,7 +64,7 @@ class TeacherOptions:
         if self.steps is not None and self.steps < 1:
             raise ValueError(f"steps must be at least 1, got {self.steps}")
         if self.flow_shift is not None and not self.flow_shift > 0:
-            raise ValueError(f"shift must be positive, got {self.flow_shift:g}")
+            raise ValueError(f"shift must be above 0, got {self.flow_shift:g}")
 
 
 class Teacher(Protocol):

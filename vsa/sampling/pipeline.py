@@ -125,7 +125,7 @@ class SamplingPipeline:
             for name, value in {"topk": topk, "sparsity": sparsity}.items():
                 if value is not None:
                     reason = "has no top-k" if self.model.predicts else "selects no tiles"
-                    raise ValueError(f"{name} {value} has no meaning for {self.model.attention_names}: it {reason}")
+                    raise ValueError(f"{name} {value} does not apply to {self.model.attention_names}: it {reason}")
             asked_plan = DenoisingPlan(**(denoising or {}))
             asked_plan.refuse_without_topk(self.model.attention_names, predicts=self.model.predicts)
             topk = num_tiles
@@ -150,7 +150,7 @@ class SamplingPipeline:
             for name in ("steps", "flow_shift"):
                 if name in overrides:
                     raise ValueError(
-                        f"{name} {overrides[name]} has no meaning for {self.source}: it is distilled to the timesteps "
+                        f"{name} {overrides[name]} does not apply to {self.source}: it is distilled to the timesteps "
                         f"{list(self.step_list)}"
                     )
             own = {"steps": len(self.step_list), "step_list": self.step_list}
@@ -276,7 +276,7 @@ def sample_latents(
         prompts: B captions.
         seeds: int64 `[B]` noise seeds.
         settings: sampling settings; `batch_size` and `seed` are not used.
-        progress: called with B after every step.
+        progress: function called with B after every step.
 
     Returns:
         float32 `[B, C, T, H, W]` on the model's device.
@@ -320,7 +320,7 @@ def generate(
         run: run from `load_run`.
         prompts: N captions.
         settings: settings from `SamplingPipeline.settings`.
-        progress: called after every sampler step with the number of clips it advanced; N * steps in all.
+        progress: function called after every sampler step with the number of clips it advanced; N * steps in all.
 
     Returns:
         uint8 `[N, T, H, W, 3]`.

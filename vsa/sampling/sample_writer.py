@@ -52,7 +52,7 @@ def write_examples(folder: Path, shown: Iterable[Example], *, fps: float = 8) ->
     """Write samples of the data as GIFs, decoded and as they were before encoding; `samples.json` comes last.
 
     Args:
-        folder: made when missing.
+        folder: folder, made when missing.
         shown: the samples.
         fps: frames per second of the files.
     """

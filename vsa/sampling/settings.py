@@ -49,7 +49,7 @@ class SampleSettings:
         if len(self.latent_shape) != 4 or min(self.latent_shape) < 1:
             raise ValueError(f"latent_shape must be four positive sizes (C, T, H, W), got {self.latent_shape}")
         if not 0 < self.flow_shift < math.inf:
-            raise ValueError(f"flow shift must be positive and finite, got {self.flow_shift}")
+            raise ValueError(f"flow shift must be above 0 and finite, got {self.flow_shift}")
         if not math.isfinite(self.guidance):
             raise ValueError(f"guidance must be a finite number, got {self.guidance}")
         if self.step_list is not None and (self.steps, self.flow_shift) != (len(step_list(self.step_list)), 1):

@@ -19,8 +19,8 @@ class Save:
     """One save of this rank.
 
     Args:
-        write: writes the checkpoint and returns its folder; called again for a retry.
-        background: start at once in a thread; otherwise `result` writes the checkpoint.
+        write: function that writes the checkpoint and returns its folder; called again for a retry.
+        background: whether to start at once in a thread; otherwise `result` writes the checkpoint.
 
     Attributes:
         seconds: duration of the save, once it is done.

@@ -38,8 +38,8 @@ def steps_of_budget(cfg: Any, datamodule: Any, step_seconds: Callable[[int], flo
     Args:
         cfg: config of the run.
         datamodule: data module with prepared data.
-        step_seconds: measures the time of a training step at the sparsity of an optimizer step; None: keep
-            `trainer.max_steps` for a budget of seconds.
+        step_seconds: function that measures the time of a training step at the sparsity of an optimizer step; None:
+            keep `trainer.max_steps` for a budget of seconds.
 
     Raises:
         ValueError: two budgets, or a sparsity schedule that is not known in advance.

@@ -46,7 +46,7 @@ def tolerate(logger: Any) -> None:
                 return call(*args, **kwargs)
             except OSError as error:
                 if not lost:
-                    rank_zero_info(f"warning: {name} cannot write ({error}): training goes on without its rows")
+                    rank_zero_info(f"warning: {name} cannot write ({error}): training continues without its rows")
                 lost += 1
 
         return attempt

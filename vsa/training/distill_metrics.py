@@ -118,8 +118,8 @@ class CollapseWatch:
             f"the generator has collapsed: {self._in_row} batches in a row had latents of standard deviation "
             f"{spread.std:.3g} (data 1, allowed {rule.min_std} to {rule.max_std}), mean {spread.mean:.3g} (data 0, "
             f"allowed {rule.max_mean}) and {spread.saturation:.1%} beyond {SATURATED:g} (allowed "
-            f"{rule.max_saturation:.1%}): training stopped; go on from an earlier checkpoint, if there is one, with a "
-            "lower optim.lr or a smaller task.objective.guidance"
+            f"{rule.max_saturation:.1%}): training stopped; continue from an earlier checkpoint, if there is one, with "
+            "a lower optim.lr or a smaller task.objective.guidance"
         )
 
     def state_dict(self) -> dict[str, int]:

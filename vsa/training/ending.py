@@ -84,7 +84,7 @@ def fit(trainer: L.Trainer, module: DiffusionModule, datamodule: Any, run_dir: P
         module: training module.
         datamodule: data module.
         run_dir: the run folder.
-        requeue: requeue a SLURM job that SIGUSR1 has stopped.
+        requeue: whether a SLURM job that SIGUSR1 has stopped is requeued.
 
     Raises:
         FloatingPointError: the gradients of no step were finite.
@@ -150,7 +150,7 @@ def fit(trainer: L.Trainer, module: DiffusionModule, datamodule: Any, run_dir: P
         return
     complete = 0 <= trainer.max_steps <= trainer.global_step
     if module.status.received is not None:
-        what = "go on with ckpt_path=last" + (", which makes up for the validation and clips of the end" * complete)
+        what = "continue with ckpt_path=last" + (", which makes up for the validation and clips of the end" * complete)
         rank_zero_info(f"{_name(number, module.status)}: saved {module.status.saved}, {what}")
     close("stopped", _name(number, module.status))
     if requeue and number == signal.SIGUSR1:

@@ -38,10 +38,11 @@ class GradientClipper:
         clip: largest global gradient norm; 0 disables clipping.
         max_skipped: number of consecutive dropped updates that stops training.
         network: name of the network for messages, if there are several.
-        waits: read the norm before the update in any case.
+        waits: whether the norm is read before the update in any case.
 
     Attributes:
-        on_drop: called on every rank with the step of a dropped update; weights and moments are those before it.
+        on_drop: function called on every rank with the step of a dropped update; weights and moments are those before
+            it.
     """
 
     def __init__(self, *, clip: float, max_skipped: int, network: str = "", waits: bool = False):

@@ -67,7 +67,7 @@ class HeartbeatExchange:
     collective. All ranks must construct it at the same time.
 
     Args:
-        say: returns the beat of this rank.
+        say: function that returns the beat of this rank.
         interval: seconds between beats.
         patience: seconds within which every rank must have joined.
     """

@@ -43,7 +43,7 @@ def launch(arguments: Sequence[str], job: Callable[[DictConfig], Any] | None = N
 
     Args:
         arguments: settings and flags.
-        job: replaces training as the job that receives the settings.
+        job: function that receives the settings, instead of training.
     """
     traceback = os.environ.get("HYDRA_FULL_ERROR") == "1"
     # otherwise Hydra prints errors in its own format

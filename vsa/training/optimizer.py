@@ -106,7 +106,7 @@ class AdamW:
     def __post_init__(self):
         for role in self.lr_factors:
             if not _is_pattern(role) and role not in ROLES:
-                raise ValueError(f"unknown parameter role {role!r}, known roles are {', '.join(ROLES)}")
+                raise ValueError(f"unknown parameter role {role!r}, expected one of {', '.join(ROLES)}")
 
     def build(self, model: nn.Module, roles: Mapping[str, str]) -> torch.optim.AdamW:
         """The optimizer over the trainable parameters of `model`.

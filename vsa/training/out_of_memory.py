@@ -34,7 +34,7 @@ def out_of_memory_line(module: Any, error: BaseException) -> str | None:
         return None
     reason, step, level = memory_reason(error), module.global_step + 1, module.parallel.level
     saved = module.status.saved
-    resume = "" if saved is None else f"; ckpt_path=last goes on from {saved}"
+    resume = "" if saved is None else f"; ckpt_path=last continues from {saved}"
     if module.phase == "update":
         return (
             f"out of memory in the optimizer's update of step {step} ({reason}): gradients and moments do not fit "

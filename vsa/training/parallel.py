@@ -43,7 +43,7 @@ class ParallelPlan:
             (norms and linear layers around the attentions, not the attentions themselves), attention_mlp (also the
             feed-forward layer), or full. auto: the least recomputation that fits into the memory of the GPU by the
             estimate of `vsa plan`, with a margin; a resumed run keeps the level of its checkpoint.
-        compile: `torch.compile` each block.
+        compile: whether each block is compiled by `torch.compile`.
         compute_dtype: dtype to which the fp32 parameters are rounded for use; auto: bfloat16 on CUDA, float32
             elsewhere.
     """
@@ -170,8 +170,8 @@ class _Fills(TorchDispatchMode):
     """Records how tensors on the meta device were last filled.
 
     Args:
-        draws: draw random values and discard them, so that the random state advances as on a real device, and every
-            value is that of a real device. Otherwise values are drawn when they are asked for, in that order.
+        draws: whether random values are drawn and discarded, so that the random state advances as on a real device, and
+            every value is that of a real device. Otherwise values are drawn when they are asked for, in that order.
     """
 
     FUNCTIONS = (aten.normal_.default, aten.uniform_.default, aten.fill_.Scalar, aten.zero_.default)

@@ -53,8 +53,8 @@ def gpu_of(name: str, gib: float | None = None) -> Gpu:
         names = ", ".join(kind.name for kind in GPUS)
         raise ValueError(
             f"--gpu {name}: unknown kind of GPU, give its memory (--memory GIB; vsa info there shows it), "
-            f"known are {names}; for times it also needs a row of vsa/training/estimate/gpus.py with measured rates: "
-            f"{how_to_measure(MEASURED_BY)}"
+            f"known kinds: {names}; for times it also needs a row of vsa/training/estimate/gpus.py with measured "
+            f"rates: {how_to_measure(MEASURED_BY)}"
         )
     gpu = gpu or Gpu(name=name, memory=0.0, sources={})
     return gpu if gib is None else replace(gpu, memory=gib * GIB)

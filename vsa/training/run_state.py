@@ -70,7 +70,7 @@ class Weights:
     """Networks with their optimizers.
 
     Args:
-        groups: returns their groups of tensors; called once they are built.
+        groups: function that returns their groups of tensors; called once they are built.
     """
 
     def __init__(self, groups: Callable[[], Mapping[str, Owner]]):
@@ -93,7 +93,7 @@ class RunStart:
         micro_batches: micro-batches of an optimizer step, for a module with manual optimization.
         changes: settings that were allowed to change on resume, for the record.
         newest: whether `resume` is the newest checkpoint of its folder, replaced by an earlier one if it is damaged.
-        changes_since: returns the changes since such an earlier checkpoint.
+        changes_since: function that returns the changes since such an earlier checkpoint.
     """
 
     # not a dataclass, which Hydra would convert to settings

@@ -66,7 +66,7 @@ class SparsityOverrides:
         for override in self.overrides:
             says_nothing = override.startswith("~") or override.endswith("=null")
             if sets_tiles_kept(override, predicts=predicts) and not says_nothing:
-                raise ValueError(f"{override} has no meaning for attention={self.attention}: it {reason}")
+                raise ValueError(f"{override} does not apply to attention={self.attention}: it {reason}")
 
 
 NOTHING = SparsityOverrides()

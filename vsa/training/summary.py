@@ -55,7 +55,7 @@ def closing_lines(
         text = "TEXT" if status.prompt is None else shlex.quote(status.prompt)
         lines.append(("next", f"vsa sample {shlex.quote(str(run_dir))} --prompt {text}"))
     elif status.saved is not None:
-        lines.append(("next", "the same command with ckpt_path=last goes on from there"))
+        lines.append(("next", "the same command with ckpt_path=last continues from there"))
     width = max(len(label) for label, _ in lines)
     return [f"  {label:{width}}  {text}" if label else text for label, text in lines]
 

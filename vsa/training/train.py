@@ -94,7 +94,7 @@ def train(cfg: DictConfig, typed: SparsityOverrides = NOTHING) -> None:
 def _dry_run(cfg: DictConfig) -> None:
     """Check a new run as at its start, and print its estimate for the GPUs of this machine."""
     if cfg.ckpt_path is not None:
-        raise ValueError(f"dry_run=true is for a new run, got ckpt_path={cfg.ckpt_path}")
+        raise ValueError(f"dry_run=true applies to a new run only, got ckpt_path={cfg.ckpt_path}")
     cfg, opened = cfg.copy(), dict[str, Any]()
     cfg.dry_run = False
     refuse_unknown_keys(cfg.resume.allow, cfg, {})
@@ -131,7 +131,7 @@ def check_run(cfg: DictConfig, opened: dict[str, Any]) -> None:
     """
     _check_values(cfg)
     if cfg.dry_run:
-        raise ValueError("dry_run=true is for one run: a sweep checks all its runs before the first one starts")
+        raise ValueError("dry_run=true applies to single runs: a sweep checks all its runs before the first one starts")
     cfg = cfg.copy()
     key = OmegaConf.to_yaml(cfg.data, resolve=True)
     datamodule = opened.get(key) or build(cfg.data)
@@ -363,7 +363,7 @@ def _check_job(cfg: DictConfig, module: Any) -> None:
     """Refuse settings that this kind of job does not support."""
     budget = budget_of(cfg)
     if budget is not None and not module.automatic_optimization:
-        raise ValueError(f"{budget}={cfg[budget]} is for jobs of one network, this one ends at trainer.max_steps")
+        raise ValueError(f"{budget}={cfg[budget]} applies to jobs of one network, this one ends at trainer.max_steps")
     targets = [str(node.get("_target_")) for node in cfg.callbacks.values() if node is not None]
     if module.sparsity.measured and not any(target.endswith(".Diagnostics") for target in targets):
         raise ValueError(f"{type(module.sparsity).__name__} follows measurements: it needs callbacks=diagnostics")

@@ -35,7 +35,7 @@ class WandbTracker(WandbLogger):
         save_dir: the run folder.
         project: project of the run.
         name: name of the run.
-        offline: store everything in files instead of uploading it.
+        offline: whether everything is stored in files instead of being uploaded.
         entity: user or team that owns the project.
         group: group of related runs.
         tags: tags of the run.
@@ -128,7 +128,7 @@ class WandbTracker(WandbLogger):
             super().log_metrics(metrics, step)  # type: ignore[arg-type]
         except Exception as error:
             self._ended = True
-            rank_zero_info(f"wandb: tracking ended, training goes on: {without_secrets(str(error))}")
+            rank_zero_info(f"wandb: tracking ended, training continues: {without_secrets(str(error))}")
 
     @rank_zero_only
     def finalize(self, status: str) -> None:

@@ -303,7 +303,7 @@ class RankMonitor:
 
     def _lost(self, culprit: int | None, why: str) -> None:
         stacks = f", see {self._run_dir}/stacks-rank-*.txt" if self._run_dir.is_dir() else ""
-        again = "" if self._status.saved is None else f"; ckpt_path=last goes on from {self._status.saved}"
+        again = "" if self._status.saved is None else f"; ckpt_path=last continues from {self._status.saved}"
         self._end(f"{why}: the other ranks were stopped{stacks}{again}", LOST_STATUS, culprit=culprit)
 
     def _end(self, line: str, status: int, *, error: bool = True, culprit: int | None = None) -> None:

@@ -81,7 +81,7 @@ class Captures:
     """The captures of a comparison.
 
     Args:
-        items: at least one capture.
+        items: captures, at least one.
         source: origin of the captures, for humans.
         attention: config of the model's own method, if it is known and not dense.
     """

@@ -45,9 +45,10 @@ class Checkpointing(L.Callback):
         run_dir: the run folder; checkpoints are written to `run_dir/checkpoints`.
         every_n_steps: optimizer steps between checkpoints.
         keep: number of the newest good checkpoints to keep; at least 2, since the last one may be under replacement.
-        requeue: after SIGUSR1, requeue a SLURM job once the checkpoint is saved.
-        asynchronous: write in a thread while training continues, from a copy in the memory of each rank; the next save
-            and the end of the run wait for the thread, and its error ends the run at the next step.
+        requeue: whether a SLURM job is requeued after SIGUSR1, once the checkpoint is saved.
+        asynchronous: whether checkpoints are written in a thread while training continues, from a copy in the memory of
+            each rank; the next save and the end of the run wait for the thread, and its error ends the run at the next
+            step.
         max_missed: number of consecutive saves that may fail for lack of disk space, after one retry each; the next
             failure ends the run, and so does a failure of the last save.
     """
@@ -218,8 +219,8 @@ class Checkpointing(L.Callback):
 
         Args:
             trainer: trainer of the run.
-            wait: wait for a save in progress; False: leave it for a later call.
-            last: no other save follows.
+            wait: whether to wait for a save in progress, instead of leaving it for a later call.
+            last: whether no other save follows.
         """
         while (save := self._save) is not None:
             if not wait and largest(save.is_running, trainer):
@@ -239,7 +240,7 @@ class Checkpointing(L.Callback):
             elif self._tried_again:
                 self._missed, self._saved_step = self._missed + 1, -1
                 setting = f"callbacks.checkpoint.max_missed={self.max_missed}"
-                rank_zero_info(f"{failure}: training goes on without it ({self._missed} in a row, {setting})")
+                rank_zero_info(f"{failure}: training continues without it ({self._missed} in a row, {setting})")
             else:
                 rank_zero_info(f"{failure}: trying once more")
                 if trainer.is_global_zero:

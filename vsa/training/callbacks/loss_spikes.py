@@ -90,7 +90,7 @@ class LossSpikes(L.Callback):
 
     def setup(self, trainer: L.Trainer, pl_module: DiffusionModule, stage: str) -> None:
         if not pl_module.automatic_optimization:
-            raise ValueError("callbacks.loss_spikes is for jobs of one network, a distillation has task.collapse")
+            raise ValueError("callbacks.loss_spikes applies to jobs of one network, a distillation has task.collapse")
         callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
         writers = [callback for callback in callbacks if isinstance(callback, Checkpointing)]
         if not writers:
@@ -130,7 +130,7 @@ class LossSpikes(L.Callback):
             )
         checkpoint = self._checkpointing.last_good(trainer, last)
         if checkpoint is None:
-            rank_zero_info(f"{usual}: no checkpoint to go back to, training goes on")
+            rank_zero_info(f"{usual}: no checkpoint to go back to, training continues")
             return
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
         rollback_count, windows = self._done + 1, (*data.skipped_windows, (checkpoint.step, last))

@@ -25,7 +25,7 @@ class OpenRunFolder(L.Callback):
     Args:
         folder: the run folder.
         config: content of its `config.yaml`.
-        overwrite: empty the folder first.
+        overwrite: whether the folder is emptied first.
         loggers: loggers of the run; they create their files here, so that their errors appear at the start.
     """
 

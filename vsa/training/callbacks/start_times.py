@@ -83,7 +83,7 @@ class _CompileTimes:
     """Measures the seconds of `torch.compile` and of Triton compilation, between `listen` and `stop`.
 
     Args:
-        show: called with True when `torch.compile` begins and with False when it ends.
+        show: function called with True when `torch.compile` begins and with False when it ends.
 
     Attributes:
         seconds: seconds by compiler.

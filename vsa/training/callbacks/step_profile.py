@@ -185,7 +185,7 @@ def clip_bytes(optimizer: Optimizer, clip: float) -> int:
     """Bytes that a `GradientClipper` reads and writes: gradients for their norm and, if it clips, once more both ways.
 
     Args:
-        optimizer: after an update.
+        optimizer: optimizer after an update.
         clip: largest global gradient norm; 0: no clipping.
     """
     return (3 if clip > 0 else 1) * _size(optimizer.state)

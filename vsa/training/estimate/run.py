@@ -191,7 +191,7 @@ def full_lines(name: str, estimate: Estimate, dense: Callable[[Job], Job] | None
     Args:
         name: name of the run.
         estimate: its estimate.
-        dense: replaces the attention of a job by dense attention; None if it is dense already.
+        dense: function that replaces the attention of a job by dense attention; None if it is dense already.
     """
     job, gpu = estimate.largest, estimate.gpu
     network = job.networks[0]
