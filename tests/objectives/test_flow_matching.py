@@ -16,8 +16,8 @@ def test_the_parts_of_the_loss_are_what_they_say():
     batch, latents = make_batch()
     shift = FlowShift(kind="constant", value=2.0)
     loss = FinetuneLoss(shift=shift, data=0.5, velocity=2.0, attention=0.25)
-    terms = loss.mixed(model, teacher, batch, latents, seed=3, topk=2)
     noised_batch = loss.noised(model, batch, latents, seed=3)
+    terms = loss.mixed(model, teacher, batch, noised_batch, topk=2)
     ask = (noised_batch.x_t, noised_batch.timestep, batch.text, batch.text_mask)
 
     def outputs_of(net, **own):
@@ -52,7 +52,7 @@ def test_the_parts_of_the_loss_are_what_they_say():
     assert all(p.grad is None for p in teacher.parameters())
     assert all(p.grad is not None for n, p in model.named_parameters() if "to_gate" not in n)
     # validation is flow matching on data alone
-    plain = loss(model, batch, latents, seed=3, topk=2)
+    plain = loss(model, batch, noised_batch, topk=2)
     torch.testing.assert_close(plain.mse.double(), data, rtol=1e-5, atol=0)
 
 
@@ -60,9 +60,10 @@ def test_a_model_matches_itself():
     model = make_net(FullAttention)
     batch, latents = make_batch()
     loss = FinetuneLoss(shift=FlowShift(kind="constant", value=1.0), data=0.0, velocity=1.0, attention=1.0)
-    assert loss.mixed(model, model, batch, latents, seed=0, topk=1).mse.abs().max() < 1e-10
+    noised = loss.noised(model, batch, latents, seed=0)
+    assert loss.mixed(model, model, batch, noised, topk=1).mse.abs().max() < 1e-10
     # control
-    assert loss.mixed(model, make_net(FullAttention, 1), batch, latents, seed=0, topk=1).mse.min() > 1e-3
+    assert loss.mixed(model, make_net(FullAttention, 1), batch, noised, topk=1).mse.min() > 1e-3
 
 
 @pytest.mark.parametrize("level", ["none", "attention", "attention_mlp", "full"])

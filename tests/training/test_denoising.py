@@ -40,10 +40,9 @@ def test_every_sample_trains_at_the_topk_of_its_range(training, monkeypatch):
     calls: list[tuple[int, list[int]]] = []
     call = FlowMatchingLoss.__call__
 
-    def alone(self, model, batch, latents, *, seed, topk):
-        terms = call(self, model, batch, latents, seed=seed, topk=topk)
-        if seed == 0:
-            noisy = self.noised(model, batch, latents, seed=seed)
+    def alone(self, model, batch, noisy, *, topk):
+        terms = call(self, model, batch, noisy, topk=topk)
+        if model.training:
             topks = [topk_by_definition(batch.step, float(sigma)) for sigma in terms.sigmas]
             calls.append((batch.step, topks))
             for i, k in enumerate(topks):

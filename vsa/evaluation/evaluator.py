@@ -264,7 +264,8 @@ def validation_loss(run: SamplingPipeline, state: Mapping[str, Any], *, batch_si
             batch = batch.to(run.device)
             latents = run.statistics.normalise(batch.latents)
             topk = run.settings(latent_shape=latents.shape[1:]).topk
-            terms = objective(run.model, batch, latents, seed=state["seed"] + VALIDATION_SEED, topk=topk)
+            noised = objective.noised(run.model, batch, latents, seed=state["seed"] + VALIDATION_SEED)
+            terms = objective(run.model, batch, noised, topk=topk)
             means.add(terms.mse, terms.sigmas)
     return means.metrics("val/loss")
 

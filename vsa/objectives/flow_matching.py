@@ -88,9 +88,8 @@ class FlowMatchingLoss:
     logit_std: Positive = 1.0
     weighting: Literal["uniform", "sigma_sqrt", "cosmap"] = "uniform"
 
-    def __call__(self, model: Network, batch: VideoBatch, latents: Tensor, *, seed: int, topk: KeptTiles) -> LossTerms:
-        """Loss terms of a micro-batch with normalised latents `[B, C, T, H, W]`."""
-        noised = self.noised(model, batch, latents, seed=seed)
+    def __call__(self, model: Network, batch: VideoBatch, noised: NoisedBatch, *, topk: KeptTiles) -> LossTerms:
+        """Loss terms of a micro-batch."""
         velocity = model(noised.x_t, noised.timestep, **batch.conditions, topk=topk)
         return noised.terms(fm.sample_mse(velocity, noised.target))
 
@@ -106,7 +105,7 @@ class FlowMatchingLoss:
         )
 
     def noised(self, model: Network, batch: VideoBatch, latents: Tensor, *, seed: int) -> NoisedBatch:
-        """Noised latents, timesteps and targets of a micro-batch.
+        """Draw timesteps and noise of a micro-batch with normalised latents `[B, C, T, H, W]`, for inputs and targets.
 
         Every rank computes the timesteps of the whole global batch, so it knows the sum of all weights.
         """
@@ -165,17 +164,9 @@ class FinetuneLoss(FlowMatchingLoss):
         return self.velocity > 0 or self.attention > 0
 
     def mixed(
-        self,
-        model: Network,
-        teacher: Network | None,
-        batch: VideoBatch,
-        latents: Tensor,
-        *,
-        seed: int,
-        topk: KeptTiles,
+        self, model: Network, teacher: Network | None, batch: VideoBatch, noised: NoisedBatch, *, topk: KeptTiles
     ) -> LossTerms:
-        """Weighted sum of the terms, and each term, for a micro-batch with normalised latents `[B, C, T, H, W]`."""
-        noised = self.noised(model, batch, latents, seed=seed)
+        """Weighted sum of the terms of a micro-batch, and each term."""
         with attention_outputs(model, self.attention > 0) as outputs:
             velocity = model(noised.x_t, noised.timestep, **batch.conditions, topk=topk)
         parts = {"data": fm.sample_mse(velocity, noised.target)}
@@ -184,7 +175,7 @@ class FinetuneLoss(FlowMatchingLoss):
                 target = teacher(noised.x_t, noised.timestep, **batch.conditions)
             parts["velocity"] = fm.sample_mse(velocity, target)
             if self.attention > 0:
-                shape, device = latents.shape[1:], latents.device
+                shape, device = noised.x_t.shape[1:], noised.x_t.device
                 raster, teacher_raster = (net.layout_for(shape, device).unpermute for net in (model, teacher))
                 errors = [relative_error(raster(outputs[i]), teacher_raster(expected[i])) for i in sorted(outputs)]
                 parts["attention"] = torch.stack(errors).mean(0)

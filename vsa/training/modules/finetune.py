@@ -10,8 +10,6 @@ from fnmatch import fnmatchcase
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from torch import Tensor
-
 from vsa.attention.full import FullAttention
 from vsa.attention.kept_tiles import KeptTiles
 from vsa.checkpoints.lora import LoRA
@@ -19,7 +17,7 @@ from vsa.checkpoints.wan import Gates
 from vsa.data.batch import VideoBatch
 from vsa.diffusion.latent_statistics import LatentStatistics
 from vsa.models.network import Network
-from vsa.objectives.flow_matching import FinetuneLoss, LossTerms
+from vsa.objectives.flow_matching import FinetuneLoss, LossTerms, NoisedBatch
 from vsa.settings import validated
 from vsa.training.estimate.job import FORWARD, PlannedNetwork
 from vsa.training.modules.pretrain import PretrainModule
@@ -132,6 +130,6 @@ class FinetuneModule(PretrainModule):
         if self._teacher is not None:
             self._teacher.load(self.device)
 
-    def loss_terms(self, batch: VideoBatch, latents: Tensor, topk: KeptTiles) -> LossTerms:
+    def loss_terms(self, batch: VideoBatch, noised: NoisedBatch, topk: KeptTiles) -> LossTerms:
         teacher = None if self._teacher is None else self._teacher.network
-        return self.objective.mixed(self.model, teacher, batch, latents, seed=self.seed, topk=topk)
+        return self.objective.mixed(self.model, teacher, batch, noised, topk=topk)

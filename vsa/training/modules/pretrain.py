@@ -18,7 +18,7 @@ from vsa.checkpoints.run_checkpoint import Checkpoint
 from vsa.data.batch import VideoBatch
 from vsa.diffusion import flow_matching as fm
 from vsa.diffusion.decile_means import DecileMeans
-from vsa.objectives.flow_matching import VALIDATION_SEED, FlowMatchingLoss, LossTerms
+from vsa.objectives.flow_matching import VALIDATION_SEED, FlowMatchingLoss, LossTerms, NoisedBatch
 from vsa.settings import validated
 from vsa.training.display import never_fatal
 from vsa.training.lightning_compat import validate_before_stopping
@@ -74,7 +74,9 @@ class PretrainModule(DiffusionModule):
         trainer: Any = self.trainer
         assert batch.step == self.global_step or trainer.overfit_batches, (batch.step, self.global_step)
         topk = self.topk(batch.latents.shape[1:], self.global_step)
-        terms = self.loss_terms(batch, self.statistics.normalise(batch.latents), topk)
+        latents = self.statistics.normalise(batch.latents)
+        noised = self.objective.noised(self.model, batch, latents, seed=self.seed)
+        terms = self.loss_terms(batch, noised, topk)
         loss = fm.weighted_loss(terms.mse, terms.weights, terms.total_weight)
         parts = {
             f"loss_{name}": fm.weighted_loss(part, terms.weights, terms.total_weight)
@@ -90,9 +92,9 @@ class PretrainModule(DiffusionModule):
         self._window = self._window.empty()
         super().go_back(checkpoint)
 
-    def loss_terms(self, batch: VideoBatch, latents: Tensor, topk: KeptTiles) -> LossTerms:
-        """Terms of the training loss of a micro-batch with normalised latents `[B, C, T, H, W]`."""
-        return self.objective(self.model, batch, latents, seed=self.seed, topk=topk)
+    def loss_terms(self, batch: VideoBatch, noised: NoisedBatch, topk: KeptTiles) -> LossTerms:
+        """Terms of the training loss of a micro-batch."""
+        return self.objective(self.model, batch, noised, topk=topk)
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         super().optimizer_step(*args, **kwargs)
@@ -120,12 +122,12 @@ class PretrainModule(DiffusionModule):
 
     def validation_step(self, batch: VideoBatch, batch_idx: int) -> None:
         latents = self.statistics.normalise(batch.latents)
+        noised = self.objective.noised(self.model, batch, latents, seed=self.validation_seed + VALIDATION_SEED)
         losses: dict[KeptTiles, LossTerms] = {}
-        seed = self.validation_seed + VALIDATION_SEED
         for at, means in self._validated.items():
             topk = self.topk_after(batch.latents.shape[1:], self.global_step, at)
             if topk not in losses:
-                losses[topk] = self.objective(self.model, batch, latents, seed=seed, topk=topk)
+                losses[topk] = self.objective(self.model, batch, noised, topk=topk)
             means.add(losses[topk].mse, losses[topk].sigmas)
             self._rows.add(at, batch, losses[topk].sigmas, losses[topk].mse)
 
