@@ -229,8 +229,8 @@ class TinyTraining:
         trainers: list[L.Trainer] = []
         make = run_module._trainer
 
-        def with_callbacks(cfg, module, configured, loggers):
-            trainers.append(make(cfg, module, [*configured, *callbacks], loggers))
+        def with_callbacks(cfg, configured, loggers):
+            trainers.append(make(cfg, [*configured, *callbacks], loggers))
             return trainers[-1]
 
         with self._patch.context() as patch:

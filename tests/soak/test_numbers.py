@@ -49,8 +49,8 @@ class Fault(L.Callback):
         if network is not None:
             network.register_forward_hook(lambda _, __, out: plus(out, self.value) if self.now else out)
         if self.what == "loss":
-            step = pl_module.training_step
-            pl_module.training_step = lambda *a: step(*a) * (self.value if self.now else 1)
+            backward = pl_module.manual_backward
+            pl_module.manual_backward = lambda loss: backward(loss * (self.value if self.now else 1))
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         self.now = trainer.global_step >= STEP if self.always else trainer.global_step == STEP

@@ -31,6 +31,7 @@ from vsa.noise import mixed_generator
 from vsa.objectives.distribution_matching import DistributionMatching
 from vsa.objectives.flow_matching import VALIDATION_SEED
 from vsa.sampling.pipeline import load_run
+from vsa.training.step_flops import StepFlops
 
 # the iteration
 
@@ -268,7 +269,7 @@ def test_flops_of_an_iteration_are_those_of_its_passes(distill, training, teache
         if trainer.global_step == 1:
             # the generator's rollout, the critic, the teacher twice
             total += own * flops(generator, False) + flops(generator, True) + 3 * flops(dense, False)
-        flops_by_step[trainer.global_step] = (module.step_flops(batch, trainer.global_step - 1).executed, total)
+        flops_by_step[trainer.global_step] = (StepFlops(module)(batch, trainer.global_step - 1).executed, total)
 
     record = Keep()
     distill("trainer.max_steps=3", callbacks=(record, *(At(i, after=count) for i in range(3))))

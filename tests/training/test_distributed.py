@@ -143,7 +143,7 @@ def test_broken_slices_and_scales_would_be_seen(training, monkeypatch):
     few = (*COMMON, "trainer.max_steps=1")
     training(*few, "run=one")
     fsdp = ("trainer=fsdp", "trainer.accelerator=cpu")
-    part, step = datamodule.PlanDataModule._part, PretrainModule.training_step
+    part, backward = datamodule.PlanDataModule._part, PretrainModule.manual_backward
 
     def first_part(self):
         return datamodule.RankSlice(accumulate=1, rank=0, world=part(self).world)
@@ -153,7 +153,7 @@ def test_broken_slices_and_scales_would_be_seen(training, monkeypatch):
             patch.setattr(datamodule.PlanDataModule, "_part", first_part)
             training(*few, *fsdp, "run=slice")
         with monkeypatch.context() as patch:
-            patch.setattr(PretrainModule, "training_step", lambda *a: step(*a) / 2)
+            patch.setattr(PretrainModule, "manual_backward", lambda self, loss: backward(self, loss / 2))
             training(*few, *fsdp, "run=scale")
 
     run_ranks(2, on_rank)

@@ -41,7 +41,7 @@ class Logged(L.Callback):
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         if self.at_once:
-            pl_module.write_log()
+            pl_module.log_lines.write()
         (logger,) = (each for each in trainer.loggers if isinstance(each, MetricsCSV))
         self.steps.append(0 if logger._open is None else int(logger._open["step"]))
 
@@ -62,19 +62,24 @@ def plain(training, run: str) -> dict[int, dict[str, str]]:
     return {step: {k: v for k, v in row.items() if not k.startswith("throughput/")} for step, row in rows}
 
 
+def log_lines() -> tuple[LogLines, Lines]:
+    logger = Lines()
+    return LogLines(SimpleNamespace(trainer=SimpleNamespace(loggers=[logger], is_global_zero=True))), logger
+
+
 def test_lines_are_written_in_order_and_once():
-    lines, logger, shown = LogLines(), Lines(), []
+    (lines, logger), shown = log_lines(), []
     lines.add({"a": torch.tensor(1.5), "b": 2}, 1)
     lines.add(lambda: (shown.append(1), {"c": 3.0})[1], 1)
     lines.add({"a": 4.0}, 2)
     assert (logger.lines, shown) == ([], [])
-    lines.write([logger])
+    lines.write()
     assert logger.lines == [(1, {"a": 1.5, "b": 2}), (1, {"c": 3.0}), (2, {"a": 4.0})]
-    lines.write([logger])
+    lines.write()
     assert (len(logger.lines), shown) == (3, [1])
     lines.add({"a": 5.0}, 3)
     lines.drop()
-    lines.write([logger])
+    lines.write()
     assert len(logger.lines) == 3
 
 
@@ -82,13 +87,13 @@ def test_an_error_in_one_line_loses_no_other():
     def fail():
         raise FloatingPointError("too many")
 
-    lines, logger = LogLines(), Lines()
+    lines, logger = log_lines()
     lines.add({"a": 1.0}, 1)
     lines.add(fail, 1)
     lines.add({"b": 2.0}, 1)
     with pytest.raises(FloatingPointError):
-        lines.write([logger])
-    lines.write([logger])
+        lines.write()
+    lines.write()
     assert logger.lines == [(1, {"a": 1.0}), (1, {"b": 2.0})]
 
 
@@ -122,7 +127,8 @@ def test_the_last_lines_of_one_rank_ask_no_other():
         dumps: list[int] = []
         clipper = SimpleNamespace(on_drop=dumps.append)
         # reads the norm of a step that was dropped
-        module = SimpleNamespace(clippers={"model": clipper}, write_log=lambda it=clipper: it.on_drop and it.on_drop(3))
+        lines = SimpleNamespace(write=lambda it=clipper: it.on_drop and it.on_drop(3))
+        module = SimpleNamespace(clippers={"model": clipper}, log_lines=lines)
         FlushMetrics().on_exception(SimpleNamespace(world_size=world), module, RuntimeError())
         assert dumps == ([3] if world == 1 else [])
 

@@ -133,10 +133,7 @@ class GradientClipper:
             raise FloatingPointError(f"gradients{self._of} were not finite in any of {self._made} steps")
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Update with the gradients of the last call unless they were dropped, and clear them.
-
-        For modules that step their own optimizers; Lightning would count every update of every network as a step.
-        """
+        """Update with the gradients of the last call unless they were dropped, and clear them."""
         if not self.skipped:
             optimizer.step()
         optimizer.zero_grad(set_to_none=True)

@@ -12,33 +12,38 @@ from lightning.pytorch.callbacks import TQDMProgressBar
 from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
+from lightning.pytorch.trainer.call import _call_callback_hooks
 from torch.distributed.device_mesh import DeviceMesh
 
 
 def set_step(trainer: L.Trainer, step: int) -> None:
+    """Set the number of completed optimizer steps, which Lightning counts by the calls of every optimizer."""
+    total: Any = trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress.total
+    total.ready = total.completed = step
+
+
+def continue_after(trainer: L.Trainer, step: int) -> None:
     """Set `fit` to continue after `step` optimizer steps; the public way to resume reads a pickled checkpoint."""
+    set_step(trainer, step)
     loop = trainer.fit_loop.epoch_loop
-    optimizer_steps = loop.automatic_optimization.optim_progress.optimizer.step.total
-    optimizer_steps.ready = optimizer_steps.completed = step
     batches: Any = loop.batch_progress.total
     batches.ready = batches.started = batches.processed = batches.completed = step * trainer.accumulate_grad_batches
     loop._batches_that_stepped = step
 
 
-def set_manual_step(trainer: L.Trainer, step: int) -> None:
-    """Set the step count of a module with manual optimization, which Lightning increments at every optimizer call."""
-    total: Any = trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress.total
-    total.ready = total.completed = step
+def ends_step(trainer: L.Trainer) -> bool:
+    """Whether the current micro-batch is the last one of its optimizer step, or of the data."""
+    return not trainer.fit_loop._should_accumulate()
+
+
+def call_callbacks(trainer: L.Trainer, hook: str, *arguments: Any) -> None:
+    """Call a hook of all callbacks at its place in a step that the module makes itself."""
+    _call_callback_hooks(trainer, hook, *arguments)
 
 
 def restart_data(trainer: L.Trainer) -> None:
     """Make the next epoch request a new loader from the data module."""
     trainer.fit_loop._combined_loader = None
-
-
-def set_accumulation(trainer: L.Trainer, micro_batches: int) -> None:
-    """Set the micro-batches per step, which the constructor refuses for a module with manual optimization."""
-    trainer.accumulate_grad_batches = micro_batches
 
 
 def validate_before_stopping(trainer: L.Trainer) -> None:

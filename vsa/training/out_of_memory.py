@@ -47,7 +47,7 @@ def out_of_memory_line(module: Any, error: BaseException) -> str | None:
 
 
 def _smaller_micro_batch(module: Any) -> str:
-    size, ranks = module.trainer.datamodule.batch_size, module.dims.data_size
+    size, ranks = module.data.batch_size, module.dims.data_size
     for micro_batches in range(module.accumulate + 1, size + 1):
         if size % (micro_batches * ranks) == 0:
             return f"trainer.accumulate_grad_batches={micro_batches} takes less"

@@ -354,8 +354,8 @@ def choose_strategy(strategy: Any, *, processes: int) -> Any:
         processes: number of processes on all nodes.
 
     Raises:
-        ValueError: another strategy. Modules with manual optimization call their networks directly, so that Lightning's
-            DDP, which reduces gradients in a wrapper of the module, would not reduce them.
+        ValueError: another strategy. Modules call their networks directly, so that Lightning's DDP, which reduces
+            gradients in a wrapper of the module, would not reduce them.
     """
     if strategy == "auto":
         return ShardedDataParallel() if processes > 1 else "auto"

@@ -93,7 +93,7 @@ def replay_step(path: Path, *, accelerator: str = "auto") -> Replayed:
     cfg: Any = OmegaConf.create(dict(checkpoint.config))
     check_targets(cfg)
     datamodule = build(cfg.data)
-    start = RunStart(resume=checkpoint, config=checkpoint.state["config"], micro_batches=len(batches))
+    start = RunStart(resume=checkpoint, config=checkpoint.state["config"])
     module = build_task(cfg, start=start)
     module.check_weights(datamodule)
     # the data module provides statistics and encoders, the batches come from the dump
@@ -106,8 +106,7 @@ def replay_step(path: Path, *, accelerator: str = "auto") -> Replayed:
         logger=False,
         max_steps=checkpoint.step + 1,
         max_epochs=-1,
-        # modules with manual optimization accumulate by themselves
-        accumulate_grad_batches=len(batches) if module.automatic_optimization else 1,
+        accumulate_grad_batches=len(batches),
         limit_val_batches=0,
         enable_checkpointing=False,
         enable_progress_bar=False,

@@ -90,7 +90,6 @@ class RunStart:
         resume: checkpoint to resume.
         weights: source of the initial weights of a new run; None: random weights.
         config: the resolved settings, which build the model again for sampling.
-        micro_batches: micro-batches of an optimizer step, for a module with manual optimization.
         changes: settings that were allowed to change on resume, for the record.
         newest: whether `resume` is the newest checkpoint of its folder, replaced by an earlier one if it is damaged.
         changes_since: function that returns the changes since such an earlier checkpoint.
@@ -103,16 +102,25 @@ class RunStart:
         resume: Checkpoint | None = None,
         weights: WeightSource | None = None,
         config: Mapping[str, Any] | None = None,
-        micro_batches: int = 1,
         changes: Sequence[Mapping[str, Any]] = (),
         newest: bool = False,
         changes_since: Callable[[Checkpoint], Sequence[Mapping[str, Any]]] = lambda checkpoint: (),
     ):
         self.resume, self.weights = resume, weights
         self.config = config or {}
-        self.micro_batches = micro_batches
         self.changes, self.changes_since = changes, changes_since
         self.newest = newest
+
+    def agree(self, trainer: L.Trainer) -> bool:
+        """Resume the newest checkpoint that is intact on all ranks, a collective operation; whether it is another."""
+        assert self.resume is not None
+        chosen_path = self.resume.path
+        self.resume = read_by_all(trainer, self.resume, newest=self.newest)
+        if self.resume.path == chosen_path:
+            return False
+        rank_zero_info(f"resuming from {self.resume.path}")
+        self.changes = self.changes_since(self.resume)
+        return True
 
 
 NEW_RUN = RunStart()

@@ -21,7 +21,7 @@ NORMS, OPTIMIZER, AVERAGE = "gradient norms", "optimizer", "averaged weights"
 COMMUNICATION, DATA = "communication, exposed", "waiting for data"
 HOST, IDLE = "host: launches and Python", "idle: host and device wait"
 REGIONS = {
-    # forward and backward are regions within the optimizer's call in Lightning, so they hide the enclosing region
+    # forward and backward, whose kernels have kinds of their own
     ".training_step": None,
     ".backward": None,
     "]EMA": AVERAGE,

@@ -43,7 +43,7 @@ from vsa.training.ending import fit, nothing_to_do
 from vsa.training.estimate.gpus import gpu_here
 from vsa.training.estimate.run import estimate_of, full_lines, with_dense_attention
 from vsa.training.model_sizes import fill_model
-from vsa.training.modules.base import JobSize
+from vsa.training.modules.checks import JobSize
 from vsa.training.out_of_memory import told_out_of_memory
 from vsa.training.parallel import choose_strategy
 from vsa.training.run_state import REPLAY, RunStart
@@ -211,7 +211,7 @@ def _train(
     loggers = _built(cfg, "logger")
     callbacks = [start_times, *_callbacks(cfg, folder, loggers)]
     module.status.deadline = deadline_of(cfg.trainer.get("max_time"), os.environ)
-    trainer = _trainer(cfg, module, callbacks, loggers)
+    trainer = _trainer(cfg, callbacks, loggers)
 
     rank_zero_info(f"run folder: {run_dir}")
     checkpoints = [callback for callback in callbacks if isinstance(callback, Checkpointing)]
@@ -330,7 +330,7 @@ def _step_seconds(cfg: DictConfig, step: int) -> float:
     module.check_weights(datamodule)
     # at the level of activation checkpointing that the run will have
     with told_out_of_memory(module):
-        _trainer(trial, module, [timer, PrintEstimate(trial)], []).fit(module, datamodule=datamodule)
+        _trainer(trial, [timer, PrintEstimate(trial)], []).fit(module, datamodule=datamodule)
     return timer.seconds
 
 
@@ -342,7 +342,6 @@ def _start(cfg: DictConfig, resume: Checkpoint | None) -> RunStart:
         changes_since=partial(_allowed_changes, cfg),
         weights=open_weights(cfg.init_from) if cfg.init_from is not None and resume is None else None,
         config=resolved(cfg),
-        micro_batches=cfg.trainer.accumulate_grad_batches,
     )
 
 
@@ -362,7 +361,7 @@ def _allowed_changes(cfg: DictConfig, resume: Checkpoint) -> list[Mapping[str, A
 def _check_job(cfg: DictConfig, module: Any) -> None:
     """Refuse settings that this kind of job does not support."""
     budget = budget_of(cfg)
-    if budget is not None and not module.automatic_optimization:
+    if budget is not None and len(module.clippers) > 1:
         raise ValueError(f"{budget}={cfg[budget]} applies to jobs of one network, this one ends at trainer.max_steps")
     targets = [str(node.get("_target_")) for node in cfg.callbacks.values() if node is not None]
     if module.sparsity.measured and not any(target.endswith(".Diagnostics") for target in targets):
@@ -410,13 +409,10 @@ def _may_be_several(trainer: Mapping[str, Any]) -> bool:
     return _processes(trainer) > 1 or trainer["devices"] == "auto" or TorchElasticEnvironment.detect()
 
 
-def _trainer(cfg: DictConfig, module: Any, callbacks: list[L.Callback], loggers: list[Any]) -> L.Trainer:
+def _trainer(cfg: DictConfig, callbacks: list[L.Callback], loggers: list[Any]) -> L.Trainer:
     settings: Any = in_run_folder(OmegaConf.to_container(cfg.trainer, resolve=True), str(cfg.run_dir))
     # Lightning's timer would not leave time to save
     settings.pop("max_time", None)
-    if not module.automatic_optimization:
-        # the trainer refuses to accumulate for a module with manual optimization, which does it itself
-        del settings["accumulate_grad_batches"]
     if settings["devices"] == "auto" and TorchElasticEnvironment.detect():
         # torchrun has already started its number of processes on each node
         settings["devices"] = int(os.environ["LOCAL_WORLD_SIZE"])

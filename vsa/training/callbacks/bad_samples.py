@@ -77,7 +77,7 @@ class BadSamples(L.Callback):
         self._drawn += len(batch.sample_ids) * self._dims.data_size
         self._new += [(batch.step, bad) for bad in batch.bad]
         step = trainer.global_step
-        if (batch_idx + 1) % pl_module.accumulate or not pl_module.logs_this_step(step):
+        if (batch_idx + 1) % pl_module.accumulate or not pl_module.log_lines.due(step):
             return
         self._meet()
         if not self._counts:
@@ -86,8 +86,8 @@ class BadSamples(L.Callback):
         for key, count in self._counts.items():
             by_cause[key.partition("/")[0]] += count
         metrics = {f"bad_samples/{cause}": count for cause, count in by_cause.items()}
-        pl_module.log_step({"bad_samples": by_cause.total(), **metrics}, step)
-        data: Any = trainer.datamodule  # type: ignore[attr-defined]
+        pl_module.log_lines.add({"bad_samples": by_cause.total(), **metrics}, step)
+        data = pl_module.data
         if self._too_many(data.max_bad):
             # the run can continue from here with a larger bound
             for callback in trainer.callbacks:  # type: ignore[attr-defined]

@@ -196,7 +196,7 @@ class Checkpointing(L.Callback):
         # collective operations: every rank takes part, even if it cannot write
         state = {**pl_module.record(), **values_of(parts)}
         # metrics are written before the checkpoint; rows that cannot be written are lost
-        pl_module.save_log()
+        pl_module.log_lines.save()
         # at most one copy in memory
         self.finish(trainer)
         tensors = own_parts(tensors_of(parts), trainer.global_rank, trainer.world_size)

@@ -77,7 +77,7 @@ class Diagnostics(L.Callback):
             raise ValueError(
                 f"callbacks.diagnostics.layers has {bad}, but the model's layers are 0 to {num_layers - 1}"
             )
-        self._batch = self._fixed_samples(trainer.datamodule)  # type: ignore[attr-defined]
+        self._batch = self._fixed_samples(pl_module.data)
 
     def _fixed_samples(self, data: Any) -> VideoBatch:
         """Samples of the largest shape: smaller ones may keep all of their tiles, with a recall of 1."""
@@ -119,7 +119,7 @@ class Diagnostics(L.Callback):
         by_layer = {
             f"diag/recall_layer_{n}": float(row.mean()) for n, row in zip(layers, tables["recall"], strict=True)
         }
-        pl_module.log_step({**{f"diag/{name}": mean for name, mean in means.items()}, **by_layer}, step)
+        pl_module.log_lines.add({**{f"diag/{name}": mean for name, mean in means.items()}, **by_layer}, step)
         layout = pl_module.model.layout_for(shape)
         num_tiles = layout.num_video_tiles
         kept = self._kept(topk)

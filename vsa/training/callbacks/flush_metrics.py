@@ -17,4 +17,4 @@ class FlushMetrics(L.Callback):
                 # a dump of the step is collective, and the other ranks may have no error
                 clipper.on_drop = None
         with never_fatal("the last line of metrics"):
-            pl_module.write_log()
+            pl_module.log_lines.write()

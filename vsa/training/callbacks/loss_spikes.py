@@ -89,7 +89,7 @@ class LossSpikes(L.Callback):
         self._done = 0
 
     def setup(self, trainer: L.Trainer, pl_module: DiffusionModule, stage: str) -> None:
-        if not pl_module.automatic_optimization:
+        if len(pl_module.clippers) > 1:
             raise ValueError("callbacks.loss_spikes applies to jobs of one network, a distillation has task.collapse")
         callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
         writers = [callback for callback in callbacks if isinstance(callback, Checkpointing)]
@@ -117,8 +117,8 @@ class LossSpikes(L.Callback):
         loss = float(trainer.strategy.reduce(share, reduce_op="sum")) / pl_module.dims.ranks_per_sample
         if self._rule.is_spike(loss):
             self._go_back(trainer, pl_module, loss)
-        if pl_module.logs_this_step(trainer.global_step):
-            pl_module.log_step({"loss_spikes/rollbacks": self._done}, trainer.global_step)
+        if pl_module.log_lines.due(trainer.global_step):
+            pl_module.log_lines.add({"loss_spikes/rollbacks": self._done}, trainer.global_step)
 
     def _go_back(self, trainer: L.Trainer, module: DiffusionModule, loss: float) -> None:
         """Load the last good checkpoint and restart the data from its step."""
@@ -132,7 +132,7 @@ class LossSpikes(L.Callback):
         if checkpoint is None:
             rank_zero_info(f"{usual}: no checkpoint to go back to, training continues")
             return
-        data: Any = trainer.datamodule  # type: ignore[attr-defined]
+        data = module.data
         rollback_count, windows = self._done + 1, (*data.skipped_windows, (checkpoint.step, last))
         data.skipped_windows = ()
         module.go_back(checkpoint)

@@ -47,7 +47,7 @@ class PrintEstimate(L.Callback):
 
     def setup(self, trainer: L.Trainer, pl_module: DiffusionModule, stage: str) -> None:
         # at this point the data are known and no network is built
-        datamodule: Any = trainer.datamodule  # type: ignore[attr-defined]
+        datamodule = pl_module.data
         if (few := few_held_out(datamodule)) is not None:
             rank_zero_info(few)
         gpu = gpu_here(trainer.strategy.root_device)

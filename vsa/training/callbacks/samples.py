@@ -114,20 +114,18 @@ class Samples(L.Callback):
         self._teacher: ClipSet | None = None
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: Any) -> None:
-        data: Any = trainer.datamodule  # type: ignore[attr-defined]
-        self.fps = self.fps or data.fps
+        self.fps = self.fps or pl_module.data.fps
         if self._from_data:
-            self.prompts = self._own_prompts(trainer, pl_module)
+            self.prompts = self._own_prompts(pl_module)
         pl_module.status.prompt = self.prompts[0] if self.prompts else None
         if pl_module.reference is not None and self.prompts and self.flow_shift is None:
             raise ValueError(
                 "callbacks.samples.flow_shift=null, but the teacher's clips need a number: its sampling shift"
             )
 
-    def _own_prompts(self, trainer: L.Trainer, pl_module: Any) -> list[str]:
+    def _own_prompts(self, pl_module: Any) -> list[str]:
         """Captions of the data, for a run without prompts that can sample clips."""
-        data: Any = trainer.datamodule  # type: ignore[attr-defined]
-        captions = data.held_out_captions(HELD_OUT_PROMPTS)
+        captions = pl_module.data.held_out_captions(HELD_OUT_PROMPTS)
         if captions and (pl_module.reference is None or self.flow_shift is not None):
             return list(captions)
         why = "callbacks.samples.flow_shift=null" if captions else "no clip is held out"
@@ -142,7 +140,7 @@ class Samples(L.Callback):
     def on_train_end(self, trainer: L.Trainer, pl_module: Any) -> None:
         if pl_module.status.received is None:
             self._sample(trainer, pl_module)
-        pl_module.save_log()
+        pl_module.log_lines.save()
         if trainer.is_global_zero:
             metrics, picture = self.run_dir / "metrics.csv", self.run_dir / "loss.png"
             with never_fatal(str(picture)):
@@ -196,8 +194,7 @@ class Samples(L.Callback):
         folder = self.run_dir / DATA_CLIPS
         if not (folder / "samples.json").is_file():
             with never_fatal(str(folder)), pl_module.status.paused():
-                data: Any = trainer.datamodule  # type: ignore[attr-defined]
-                clips = examples(data, self.prompts, _DATA_CLIPS, device=pl_module.device)
+                clips = examples(pl_module.data, self.prompts, _DATA_CLIPS, device=pl_module.device)
                 write_examples(folder, clips, fps=self.fps)
 
     def _options(self, run: SamplingPipeline, points: Sequence[SparsityPoint]) -> dict[SparsityPoint, SampleSettings]:
@@ -251,7 +248,7 @@ class Samples(L.Callback):
                 logger.log_video(name, [str(gif) for gif in gifs], step=trainer.global_step, caption=self.prompts)
 
     def _live_run(self, trainer: L.Trainer, pl_module: Any, weights: str) -> SamplingPipeline:
-        data: Any = trainer.datamodule  # type: ignore[attr-defined]
+        data: Any = pl_module.data
         return SamplingPipeline(
             model=pl_module.model,
             codec=data.codec,

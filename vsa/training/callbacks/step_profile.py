@@ -28,6 +28,7 @@ from vsa.settings import AtLeastOne, validated
 from vsa.training.callbacks.ema import EMA
 from vsa.training.lightning_compat import stop_without_validation, use_profiler
 from vsa.training.modules.base import DiffusionModule
+from vsa.training.step_flops import StepFlops
 from vsa.training.step_times import AVERAGE, NORMS, OPERATOR, OPTIMIZER, StepTimes, step_times
 
 WINDOW = "profiled steps"
@@ -134,7 +135,7 @@ class StepProfile(L.Callback):
         with gzip.open(path) as file:
             times = step_times(json.load(file)["traceEvents"], WINDOW, self.steps)
         device = module.device
-        flops = module.step_flops(batch, module.global_step - 1)
+        flops = StepFlops(module)(batch, module.global_step - 1)
         operator = flops.selected * len(batch.sample_ids) * module.accumulate
         speed, bandwidth = matrix_speed(device), copy_bandwidth(device)
         bytes_by_kind = {**times.bytes, **self._moved_per_step(trainer, module)}

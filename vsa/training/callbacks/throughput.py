@@ -14,6 +14,7 @@ from vsa.data.batch import VideoBatch
 from vsa.training.modules.base import DiffusionModule
 from vsa.training.rank_times import CollectiveClock, RankTimes
 from vsa.training.run_state import RunStatus
+from vsa.training.step_flops import StepFlops, expected_topk
 from vsa.transfer import DeviceTimestamp
 
 PEAK_BF16_TFLOPS = {
@@ -54,6 +55,7 @@ class Throughput(L.Callback):
     _ranks: RankTimes | None = None
 
     def on_train_start(self, trainer: L.Trainer, pl_module: DiffusionModule) -> None:
+        self._flops = StepFlops(pl_module)
         self._restart(DeviceTimestamp(pl_module.device), pl_module.status)
         if trainer.world_size > 1:
             self._clock = CollectiveClock().__enter__()
@@ -103,18 +105,18 @@ class Throughput(L.Callback):
     def _count(self, trainer: L.Trainer, pl_module: Any, batch: VideoBatch) -> None:
         model, shape = pl_module.model, tuple(batch.latents.shape[1:])
         step = trainer.global_step
-        topk = pl_module.expected_topk(shape, step)
+        topk = expected_topk(pl_module, model, pl_module.topk_after(shape, step), shape)
         layout = model.layout_for(shape)
-        flops = pl_module.step_flops(batch, step - 1)
+        flops = self._flops(batch, step - 1)
         self._steps += 1
         self._tokens += layout.num_tokens * batch.num_slots
         self._executed += flops.executed * batch.num_slots
         self._dense += flops.dense_equivalent * batch.num_slots
         pl_module.status.flops_total += flops.executed * batch.num_slots
-        if not pl_module.logs_this_step(step):
+        if not pl_module.log_lines.due(step):
             return
         now, peak = DeviceTimestamp(pl_module.device), peak_tflops(pl_module.device)
-        pl_module.log_step(self._speeds(now, pl_module.status, peak, trainer.world_size), step)
+        pl_module.log_lines.add(self._speeds(now, pl_module.status, peak, trainer.world_size), step)
         metrics = {
             "throughput/flops_total": pl_module.status.flops_total,
             **sparsity_metrics(model.computed_tiles(layout, topk), layout.num_video_tiles),
@@ -123,7 +125,7 @@ class Throughput(L.Callback):
             metrics |= self._ranks.metrics(trainer)
         if peak is not None:
             metrics["throughput/memory_gib"] = torch.cuda.max_memory_allocated(pl_module.device) / 2**30
-        pl_module.log_step(metrics, step)
+        pl_module.log_lines.add(metrics, step)
         self._restart(now, pl_module.status)
 
     def _speeds(

@@ -2,37 +2,32 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 import lightning as L
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
 from vsa.attention.kept_tiles import KeptTiles
 from vsa.attention.sparsity import SparsityPoint, SparsitySchedule
 from vsa.checkpoints.run_checkpoint import Checkpoint
-from vsa.checkpoints.state_file import one_line
 from vsa.checkpoints.wan import Gates, gate_names
 from vsa.checkpoints.wan_names import is_gate
 from vsa.checkpoints.weight_source import refuse_other_sizes
-from vsa.data.batch import VideoBatch
 from vsa.data.parallel_dims import ParallelDims, dims_of
 from vsa.diffusion.latent_statistics import LatentStatistics
 from vsa.errors import told_together
 from vsa.evaluation.figures import loss_curve
-from vsa.models.flops import FlopCount
 from vsa.models.init import without_memory
 from vsa.models.network import Network
 from vsa.settings import Count, NonNegative, Seed, validated
 from vsa.training.estimate.job import TRAINING, PlannedNetwork
 from vsa.training.gradients import GradientClipper, refuse_training_free
-from vsa.training.lightning_compat import set_step
-from vsa.training.log_lines import LogLines, Metrics
+from vsa.training.lightning_compat import continue_after
+from vsa.training.log_lines import LogLines
+from vsa.training.modules.checks import JobSize, refuse_misfit, refuse_other_data
 from vsa.training.modules.teacher import Teacher
 from vsa.training.optimizer import AdamW
 from vsa.training.parallel import ParallelPlan, build_model, every_parameter
@@ -47,27 +42,11 @@ from vsa.training.run_state import (
     load_tensors,
     load_values,
     parts_of,
-    read_by_all,
-    refuse_missing,
 )
 
 if TYPE_CHECKING:
     # not imported at run time, since the data module imports the video libraries
     from vsa.data.datamodule import PlanDataModule
-
-
-class JobSize(NamedTuple):
-    """Size of a job, from the settings of the trainer.
-
-    Attributes:
-        micro_batches: micro-batches of an optimizer step on one rank.
-        dims: parallel dimensions of its ranks.
-        max_steps: number of optimizer steps; negative: unlimited.
-    """
-
-    micro_batches: int
-    dims: ParallelDims
-    max_steps: int
 
 
 @validated
@@ -131,14 +110,11 @@ class DiffusionModule(L.LightningModule):
         self.seed = seed
         self.validation_seed = seed if validation_seed is None else validation_seed
         self.clipper = GradientClipper(clip=grad_clip, max_skipped=max_skipped)
-        self._start, self.resume, self.init_from = start, start.resume, start.weights
+        self.start, self.init_from = start, start.weights
         self.status = RunStatus()
         # shares of the loss of the current step on this rank: a scalar per micro-batch and network
         self.step_losses: list[Tensor] = []
-        self._log_lines = LogLines()
-        self._config, self._micro_batches = start.config, start.micro_batches
-        self._changes = list(start.changes)
-        self._flops: dict[Any, FlopCount] = {}
+        self.log_lines = LogLines(self)
         self._model_factory = model
         self._optim = optim
         self._parallel = parallel
@@ -147,84 +123,32 @@ class DiffusionModule(L.LightningModule):
         # what of the current step is being made
         self.phase: Literal["", "passes", "update"] = ""
 
-    # setup
+    # the start of a run
 
     def setup(self, stage: str) -> None:
-        self._agree_on_resume()
+        # from here on: before, Lightning would refuse a trainer that accumulates, which the step does itself
+        self.automatic_optimization = False
+        if self.resume is not None and self.start.agree(self.trainer):
+            # everything read from the checkpoint that was chosen first is determined again
+            self.parallel = self._parallel.resumed(self.resume.state)
+            self.check_weights(self.data)
         self.statistics = self.choose_statistics()
         with without_memory():
-            data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
             size = JobSize(self.accumulate, self.dims, self.trainer.max_steps)
-            self.check_start(self._model_factory(), data, size)
+            self.check_start(self._model_factory(), self.data, size)
         if self.resume is not None:
             load_values(parts_of(self.trainer), self.record(), self.resume)
-            self._refuse_other_data(self.resume)
-
-    def _agree_on_resume(self) -> None:
-        """Resume the newest checkpoint that is intact on all ranks."""
-        if self.resume is None:
-            return
-        chosen_path = self.resume.path
-        self.resume = read_by_all(self.trainer, self.resume, newest=self._start.newest)
-        if self.resume.path != chosen_path:
-            rank_zero_info(f"resuming from {self.resume.path}")
-            self.parallel = self._parallel.resumed(self.resume.state)
-            self._changes = list(self._start.changes_since(self.resume))
-            data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
-            # everything read from the replaced checkpoint is determined again
-            self.check_weights(data)
-
-    def _refuse_other_data(self, checkpoint: Checkpoint) -> None:
-        """Refuse a checkpoint of other data; samples of the same names may have been encoded again."""
-        data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
-        refuse_missing(checkpoint, ("latent_mean",))
-        now = {**data.state_dict(), "latent_mean": self.statistics.mean.tolist()}
-        for name in ("codec", "text_encoder", "latent_shapes", "latent_mean"):
-            if checkpoint.state[name] != now[name]:
-                raise ValueError(
-                    f"{checkpoint.path} was trained on data with {name}={one_line(checkpoint.state[name])}, these have "
-                    f"{one_line(now[name])}: use init_from="
-                )
+            refuse_other_data(self.resume, self.data, self.statistics)
 
     def choose_statistics(self) -> LatentStatistics:
         """Statistics that normalise latents: those of the data, scaled by `latent_scale`."""
-        data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
-        std = data.latent_std
+        std = self.data.latent_std
         std = std.square().mean().sqrt().expand_as(std) if self.latent_scale == "shared" else std
-        return LatentStatistics(mean=data.latent_mean, std=std)
+        return LatentStatistics(mean=self.data.latent_mean, std=std)
 
     def check_start(self, model: Network, data: PlanDataModule, size: JobSize) -> None:
-        """Refuse data and settings that do not fit the model, before the model is allocated.
-
-        Args:
-            model: model on the meta device.
-            data: data module after `setup`.
-            size: size of the job.
-
-        Raises:
-            ValueError: names the mismatch.
-        """
-        # the stream would refuse an indivisible batch too, but it is created after the run folder is opened
-        size.dims.micro_batch(data.batch_size, size.micro_batches)
-        if model.image_dim is not None:
-            raise ValueError(f"model.image_dim={model.image_dim}: the data hold no image embeddings to train it with")
-        expected = model.in_channels - model.out_channels
-        if data.cond_channels != expected:
-            raise ValueError(
-                f"the model takes {expected} channels of image condition (model.in_channels - model.out_channels), "
-                f"the data have {data.cond_channels}"
-            )
-        shapes = list(data.buckets)
-        # a top-k above the tiles of every bucket is an error; smaller buckets clamp it
-        tiles = max(model.layout_for(shape).num_video_tiles for shape in shapes)
-        if tiles == 1 and model.selects:
-            largest = max(shapes, key=lambda shape: math.prod(shape[1:]))
-            raise ValueError(
-                f"attention.tile_thw={list(model.layout_for(largest).tile_thw or ())} makes one tile of the largest "
-                f"latents, {largest}: there is nothing to select"
-            )
-        # attention that selects no tiles ignores the top-k
-        self.sparsity.check(tiles if model.selects else 1, len(model.blocks))
+        """Refuse data and settings that do not fit the model, before the model is allocated; see `refuse_misfit`."""
+        refuse_misfit(model, self.sparsity, data, size)
 
     def configure_model(self) -> None:
         if self.model is not None:
@@ -282,7 +206,7 @@ class DiffusionModule(L.LightningModule):
         """Restore the state of a resumed run, which consists of weights, moments and counters only."""
         if self.resume is not None:
             load_tensors(parts_of(self.trainer), self.resume)
-            self.set_step(self.resume.step)
+            continue_after(self.trainer, self.resume.step)
         else:
             self.load_start()
         self.load_frozen()
@@ -293,14 +217,10 @@ class DiffusionModule(L.LightningModule):
             optimizer.zero_grad(set_to_none=True)
             optimizer.state.clear()
         # of steps that are undone
-        self._log_lines.drop()
+        self.log_lines.drop()
         load_values(parts_of(self.trainer), self.record(), checkpoint)
         load_tensors(parts_of(self.trainer), checkpoint)
-        self.set_step(checkpoint.step)
-
-    def set_step(self, step: int) -> None:
-        """Set the trainer to continue after `step` optimizer steps."""
-        set_step(self.trainer, step)
+        continue_after(self.trainer, checkpoint.step)
 
     def load_start(self) -> None:
         """Load the initial weights of a new run."""
@@ -309,6 +229,16 @@ class DiffusionModule(L.LightningModule):
 
     def load_frozen(self) -> None:
         """Load the networks that checkpoints do not contain."""
+
+    @property
+    def resume(self) -> Checkpoint | None:
+        """The checkpoint that the run resumes."""
+        return self.start.resume
+
+    @property
+    def data(self) -> Any:
+        """The data module."""
+        return self.trainer.datamodule  # type: ignore[attr-defined]
 
     @property
     def raw_optimizer(self) -> torch.optim.Optimizer:
@@ -323,31 +253,7 @@ class DiffusionModule(L.LightningModule):
         """Parallel dimensions of the run."""
         return dims_of(self.trainer)
 
-    # one step
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if batch_idx % self.accumulate == 0:
-            self.step_losses.clear()
-        self.phase = "passes"
-        self._optim.set_lr(self.raw_optimizer, self.global_step)
-
-    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        # of the last step, which the device has ended while the host prepared this one
-        self.write_log()
-        self.phase = "update"
-        norms = self.clipper(optimizer, self.global_step)
-        if self.logs_this_step(self.global_step + 1):
-            self.log_step({f"grad_norm/{name}": norm for name, norm in norms.items()}, self.global_step + 1)
-            self.log_step(lambda: {"skipped_steps": self.clipper.skipped_total}, self.global_step + 1)
-
-    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-        super().optimizer_step(*args, **kwargs)
-        self.phase = ""
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        # what follows the last step shows its metrics
-        if self.global_step == self.trainer.max_steps:
-            self.write_log()
+    # the step, for what follows it
 
     @property
     def clippers(self) -> Mapping[str, GradientClipper]:
@@ -376,50 +282,16 @@ class DiffusionModule(L.LightningModule):
             return KeptTiles((tiles,))
         return self.sparsity.topk_after(steps, tiles, len(self.model.blocks), at)
 
-    def expected_topk(self, latent_shape: Sequence[int], steps: int) -> KeptTiles:
-        """Mean of `topk_after` over training samples."""
-        return self.topk_after(latent_shape, steps).expected(self._share(self.model, tuple(latent_shape)))
-
-    def _share(self, network: Network, shape: tuple[int, ...]) -> Callable[[float, float], float]:
-        """Function that gives the fraction of training samples whose denoising progress lies in a range."""
-        return partial(self.objective.progress_share, num_tokens=network.layout_for(shape).num_tokens)
-
-    def step_flops(self, batch: VideoBatch, step: int) -> FlopCount:
-        """Training FLOPs of one sample in optimizer step `step` (from 0)."""
-        return self.flops_of(self.model, batch, step, training=True)
-
-    def flops_of(self, network: Network, batch: VideoBatch, step: int, *, training: bool) -> FlopCount:
-        """FLOPs of one sample in one pass of a network, forward only or with backward, at the mean top-k of the
-        training samples."""
-        shape = tuple(batch.latents.shape[1:])
-        topk, text_len = self.topk(shape, step), batch.text.shape[1]
-        key = (id(network), shape, topk, text_len, training)
-        if key not in self._flops:
-            expected = topk.expected(self._share(network, shape)) if network.selects else None
-            self._flops[key] = network.flops(shape, expected, text_len, training=training)
-        return self._flops[key]
+    def passes(self, step: int) -> Sequence[tuple[Network, bool, int]]:
+        """Passes of a micro-batch in optimizer step `step` (from 0): network, whether with backward, and how often."""
+        return [(self.model, True, 1)]
 
     # metrics
 
-    def logs_this_step(self, step: int) -> bool:
-        """Whether optimizer step `step` (counted from 1 when complete) writes metrics."""
-        trainer: Any = self.trainer
-        return step % trainer.log_every_n_steps == 0 or step == trainer.max_steps
-
-    def log_step(self, metrics: Metrics, step: int) -> None:
-        """Log metrics of a completed optimizer step; nothing waits for the device until `write_log`."""
-        self._log_lines.add(metrics, step)
-
-    def write_log(self) -> None:
-        """Give the loggers all metrics of `log_step`, after waiting for them."""
-        self._log_lines.write(self.trainer.loggers if self.trainer.is_global_zero else ())
-
-    def save_log(self) -> None:
-        """Let the loggers write all metrics of `log_step` to their files."""
-        self.write_log()
-        if self.trainer.is_global_zero:
-            for logger in self.trainer.loggers:
-                logger.save()
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        # what follows the last step shows its metrics
+        if self.global_step == self.trainer.max_steps:
+            self.log_lines.write()
 
     def show(self, name: str, value: Tensor | float) -> None:
         """Show a value beside the progress bar."""
@@ -428,10 +300,10 @@ class DiffusionModule(L.LightningModule):
 
     def on_validation_end(self) -> None:
         # a resumed run does not repeat this validation, so a kill must not lose its metrics
-        self.save_log()
+        self.log_lines.save()
 
     def on_train_end(self) -> None:
-        self.write_log()
+        self.log_lines.write()
 
     def draw_curves(self, metrics_csv: Path, path: Path, title: str) -> None:
         """Draw the curves of the run as a PNG."""
@@ -453,8 +325,8 @@ class DiffusionModule(L.LightningModule):
         return {
             "step": self.global_step,
             "seed": self.seed,
-            "config": self._config,
-            "allowed_changes": self._changes,
+            "config": self.start.config,
+            "allowed_changes": list(self.start.changes),
             LEVEL: self.parallel.level,
             # a resume asks for the names before there is a network
             BACKEND: self.model and self.model.attention_backend,

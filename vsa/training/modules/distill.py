@@ -6,7 +6,7 @@ B samples of a micro-batch, C T H W latent dims.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,6 @@ from vsa.data.batch import VideoBatch
 from vsa.diffusion import flow_matching as fm
 from vsa.diffusion.latent_statistics import LatentStatistics
 from vsa.evaluation.figures import health_curves
-from vsa.models.flops import FlopCount, weighted_flops
 from vsa.models.init import without_memory
 from vsa.models.network import Network
 from vsa.objectives.distribution_matching import DistributionMatching, NegativeText, Networks, ScoredRollout
@@ -31,8 +30,9 @@ from vsa.settings import AtLeastOne, Count, NonNegative, validated
 from vsa.training.distill_metrics import CollapseRule, CollapseWatch, IterationMetrics, SpreadMeter
 from vsa.training.estimate.job import PlannedNetwork
 from vsa.training.gradients import GradientClipper, refuse_training_free
-from vsa.training.lightning_compat import set_accumulation, set_manual_step
-from vsa.training.modules.base import DiffusionModule, JobSize
+from vsa.training.lightning_compat import set_step
+from vsa.training.modules.base import DiffusionModule
+from vsa.training.modules.checks import JobSize
 from vsa.training.modules.critic import FakeScore
 from vsa.training.modules.cycle import UpdateCycle
 from vsa.training.modules.teacher import Teacher, gates_from_dense, refuse_other_network
@@ -105,7 +105,6 @@ class DistillModule(DiffusionModule):
                 f"({objective.cfg_form}) does not guide"
             )
         super().__init__(**common)
-        self.automatic_optimization = False
         # what follows an update depends on whether it was made
         self.clipper.waits = True
         self.objective = objective
@@ -172,7 +171,6 @@ class DistillModule(DiffusionModule):
         return self.teacher
 
     def setup(self, stage: str) -> None:
-        set_accumulation(self.trainer, self._micro_batches)
         super().setup(stage)
         start = None if self.init_from is None else self.init_from.statistics
         own = (self.statistics.mean, self.statistics.std)
@@ -228,13 +226,8 @@ class DistillModule(DiffusionModule):
     def load_frozen(self) -> None:
         self.teacher.load(self.device)
         if self.objective.guided:
-            data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
-            self._negative = NegativeText.of(data, self.negative_prompt or "").to(self.device)
+            self._negative = NegativeText.of(self.data, self.negative_prompt or "").to(self.device)
         self._window = IterationMetrics(self.device)
-
-    def set_step(self, step: int) -> None:
-        super().set_step(step)
-        set_manual_step(self.trainer, step)
 
     @property
     def networks(self) -> Networks:
@@ -260,24 +253,25 @@ class DistillModule(DiffusionModule):
     def model_moved(self) -> bool:
         return self._generator_moved
 
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if batch_idx % self.accumulate == 0:
-            self.step_losses.clear()
-        self.phase = "passes"
-        generator, critic = self.trainer.optimizers
-        self._optim.set_lr(generator, self.model_steps)
-        self.fake_score.recipe.set_lr(critic, self.global_step)
-
     def training_step(self, batch: VideoBatch, batch_idx: int) -> None:
-        # overfitting repeats the first batches by design
+        """Keep a micro-batch, and make the iteration with the last one.
+
+        The critic learns from the updated generator, so there are two passes over the micro-batches, each as the step
+        of `PretrainModule`: draw, forward, loss and backward of all micro-batches (`_scored`), norms, update.
+        """
         trainer: Any = self.trainer
-        iteration = self.global_step
+        iteration, (generator, critic) = self.global_step, trainer.optimizers
+        # overfitting repeats the first batches by design
         assert batch.step == iteration or trainer.overfit_batches, (batch.step, iteration)
+        if not self._batches:
+            self.step_losses.clear()
+            self._optim.set_lr(generator, self.model_steps)
+            self.fake_score.recipe.set_lr(critic, iteration)
+        self.phase = "passes"
         self._batches.append(batch)
         if len(self._batches) < self.accumulate:
             return
-        # the critic learns from the updated generator, so there are two passes over the micro-batches
-        generator, critic = trainer.optimizers
+
         self._generator_moved = False
         if self.cycle.is_generators_turn(iteration):
             for scored in self._scored(self.objective.generator_update, self._negative):
@@ -287,6 +281,7 @@ class DistillModule(DiffusionModule):
             self._generator_moved = not self.clipper.skipped
             # the gradient of a GAN term passes through the critic
             critic.zero_grad(set_to_none=True)
+
         spread = SpreadMeter()
         for scored in self._scored(self.objective.fake_score_update):
             self._window.add_fake_score(scored)
@@ -295,13 +290,13 @@ class DistillModule(DiffusionModule):
                 self._window.spread.add(scored.x0)
         self._window.add_norms(self.fake_score.clipper(critic, iteration), "fake_score/")
         self.fake_score.clipper.step(critic)
+
         self._batches.clear()
         self.phase = ""
-        set_manual_step(trainer, iteration + 1)
-        # logged here and not in on_train_batch_end, since the checkpoint is written before
+        set_step(trainer, iteration + 1)
         judged = spread.spread(trainer.strategy)
         stop = judged is not None and self._collapse.judge(judged)
-        if stop or self.logs_this_step(iteration + 1):
+        if stop or self.log_lines.due(iteration + 1):
             self._log_window()
         if stop:
             raise FloatingPointError(f"iteration {iteration}: {self._collapse.report(judged)}")  # type: ignore
@@ -320,21 +315,16 @@ class DistillModule(DiffusionModule):
                 (loss * self.dims.data_size).backward()
             yield scored
 
-    def step_flops(self, batch: VideoBatch, step: int) -> FlopCount:
-        """FLOPs of one sample in an iteration: rollouts, score passes and backwards of its updates."""
+    def passes(self, step: int) -> Sequence[tuple[Network, bool, int]]:
         turn = self.cycle.is_generators_turn(step)
         passes = self.objective.passes(seed=self.seed, iteration=step, generator=turn)
-        counts = [
-            (times, self.flops_of(getattr(self.networks, name), batch, step, training=training))
-            for (name, training), times in passes.items()
-        ]
-        return weighted_flops(counts)
+        return [(getattr(self.networks, name), training, times) for (name, training), times in passes.items()]
 
     # metrics
 
     def on_train_batch_end(self, outputs: Any, batch: VideoBatch, batch_idx: int) -> None:
         # an iteration waits for the device several times, so that nothing is gained by waiting for the next one
-        self.write_log()
+        self.log_lines.write()
 
     def _log_window(self) -> None:
         generator, critic = self.trainer.optimizers
@@ -343,7 +333,7 @@ class DistillModule(DiffusionModule):
             # missing if the generator had no update or every value was non-finite
             if name in metrics:
                 self.show(label, metrics[name])
-        self.log_step(
+        self.log_lines.add(
             {
                 **metrics,
                 "lr": generator.param_groups[0]["lr"],
@@ -382,7 +372,7 @@ class DistillModule(DiffusionModule):
             return
         values = self._validation.metrics(self.trainer.strategy)
         metrics = {f"val/{name.rpartition('/')[2]}": value for name, value in values.items() if "loss" not in name}
-        self.log_step(metrics, self.global_step)
+        self.log_lines.add(metrics, self.global_step)
         # for callbacks that monitor it
         self.log("val/gap", metrics.get("val/gap", math.nan), logger=False)
 

@@ -10,8 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from vsa.attention.kept_tiles import KeptTiles
 from vsa.attention.sparsity import SparsityPoint, check_points
 from vsa.checkpoints.run_checkpoint import Checkpoint
@@ -21,9 +19,10 @@ from vsa.diffusion.decile_means import DecileMeans
 from vsa.objectives.flow_matching import VALIDATION_SEED, FlowMatchingLoss, LossTerms, NoisedBatch
 from vsa.settings import validated
 from vsa.training.display import never_fatal
-from vsa.training.lightning_compat import validate_before_stopping
+from vsa.training.lightning_compat import call_callbacks, ends_step, set_step, validate_before_stopping
 from vsa.training.loss_window import LossWindow
 from vsa.training.modules.base import DiffusionModule
+from vsa.training.parallel import reduced_when
 from vsa.training.run_state import Stateful
 from vsa.training.validation_csv import ValidationRows, write_validation
 
@@ -64,28 +63,64 @@ class PretrainModule(DiffusionModule):
     def setup(self, stage: str) -> None:
         # the module is on the device later
         self._window = LossWindow(self.trainer.strategy.root_device, self.dims.ranks_per_sample)
-        data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
         # training and validation use the noise of the samples' own seeds
-        data.noise_ahead = True
+        self.data.noise_ahead = True
         super().setup(stage)
 
-    def training_step(self, batch: VideoBatch, batch_idx: int) -> Tensor:
-        # overfitting repeats the first batches by design
+    def training_step(self, batch: VideoBatch, batch_idx: int) -> None:
+        """Train on one micro-batch, and update the weights after the last one of an optimizer step.
+
+        Everything random is a function of (seed, step, sample). Finetuning differs in `loss_terms`; a distillation has
+        two networks and an iteration of its own.
+        """
         trainer: Any = self.trainer
-        assert batch.step == self.global_step or trainer.overfit_batches, (batch.step, self.global_step)
-        topk = self.topk(batch.latents.shape[1:], self.global_step)
+        step, optimizer = self.global_step, self.raw_optimizer
+        first, last = batch_idx % self.accumulate == 0, ends_step(trainer)
+        # overfitting repeats the first batches by design
+        assert batch.step == step or trainer.overfit_batches, (batch.step, step)
+        if first:
+            self.step_losses.clear()
+            self._optim.set_lr(optimizer, step)
+        self.phase = "passes"
+
+        # timesteps, noise and velocity targets
         latents = self.statistics.normalise(batch.latents)
         noised = self.objective.noised(self.model, batch, latents, seed=self.seed)
+        # the forward, and the error of every sample
+        topk = self.topk(latents.shape[1:], step)
         terms = self.loss_terms(batch, noised, topk)
-        loss = fm.weighted_loss(terms.mse, terms.weights, terms.total_weight)
-        parts = {
-            f"loss_{name}": fm.weighted_loss(part, terms.weights, terms.total_weight)
-            for name, part in terms.parts.items()
-        }
-        self.step_losses.append(loss.detach())
-        self._window.add({"loss": loss, **parts}, terms.mse, terms.sigmas)
-        # the trainer divides by the micro-batches and the strategy averages over ranks, but the normaliser is global
-        return loss * self.accumulate * self.dims.data_size
+        losses = {"loss": terms.mse, **{f"loss_{name}": part for name, part in terms.parts.items()}}
+        # shares of this rank and micro-batch: the weights add up to 1 over the global batch
+        losses = {name: fm.weighted_loss(loss, terms.weights, terms.total_weight) for name, loss in losses.items()}
+        self.step_losses.append(losses["loss"].detach())
+        self._window.add(losses, terms.mse, terms.sigmas)
+
+        if first:
+            call_callbacks(trainer, "on_before_zero_grad", optimizer)
+            optimizer.zero_grad()
+        with reduced_when(trainer.strategy, last):
+            # the strategy averages over ranks
+            self.manual_backward(losses["loss"] * self.dims.data_size)
+        if not last:
+            return
+
+        call_callbacks(trainer, "on_before_optimizer_step", optimizer)
+        # metrics of the step before, which the device has ended while the host prepared this one
+        self.log_lines.write()
+        self.phase = "update"
+        norms = self.clipper(optimizer, step)
+        # gradients that are not finite change nothing
+        optimizer.step()
+        self.phase = ""
+        set_step(trainer, step + 1)
+
+        self._window.end_step()
+        if self.log_lines.due(step + 1):
+            self.log_lines.add({f"grad_norm/{name}": norm for name, norm in norms.items()}, step + 1)
+            self.log_lines.add(lambda: {"skipped_steps": self.clipper.skipped_total}, step + 1)
+            self.log_lines.add(partial(self._losses, self._window.metrics()), step + 1)
+            self.log_lines.add({"lr": optimizer.param_groups[0]["lr"]}, step + 1)
+            self._window = self._window.empty()
 
     def go_back(self, checkpoint: Checkpoint) -> None:
         # drop the losses of undone steps
@@ -95,16 +130,6 @@ class PretrainModule(DiffusionModule):
     def loss_terms(self, batch: VideoBatch, noised: NoisedBatch, topk: KeptTiles) -> LossTerms:
         """Terms of the training loss of a micro-batch."""
         return self.objective(self.model, batch, noised, topk=topk)
-
-    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-        super().optimizer_step(*args, **kwargs)
-        # logged here and not in on_train_batch_end, since the checkpoint is written before
-        step = self.global_step + 1
-        self._window.end_step()
-        if self.logs_this_step(step):
-            losses, self._window = self._window.metrics(), self._window.empty()
-            self.log_step(partial(self._losses, losses), step)
-            self.log_step({"lr": self.raw_optimizer.param_groups[0]["lr"]}, step)
 
     def _losses(self, arriving: Callable[[], dict[str, float]]) -> dict[str, float]:
         losses = arriving()
@@ -143,7 +168,7 @@ class PretrainModule(DiffusionModule):
         for at, means in self._validated.items():
             means.gather(self.trainer.strategy)
             metrics |= means.metrics("val/loss" if at == "current" else f"val/loss_{at}")
-        self.log_step(metrics, self.global_step)
+        self.log_lines.add(metrics, self.global_step)
         rows = self._rows.gather(self.dims)
         if self.trainer.is_global_zero:
             path = Path(self.trainer.default_root_dir) / "validation.csv"

@@ -1,0 +1,78 @@
+"""Refusals of a job whose settings, data and checkpoint do not fit each other, before a network is allocated."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+from vsa.attention.sparsity import SparsitySchedule
+from vsa.checkpoints.run_checkpoint import Checkpoint
+from vsa.checkpoints.state_file import one_line
+from vsa.data.parallel_dims import ParallelDims
+from vsa.diffusion.latent_statistics import LatentStatistics
+from vsa.models.network import Network
+from vsa.training.run_state import refuse_missing
+
+
+class JobSize(NamedTuple):
+    """Size of a job, from the settings of the trainer.
+
+    Attributes:
+        micro_batches: micro-batches of an optimizer step on one rank.
+        dims: parallel dimensions of its ranks.
+        max_steps: number of optimizer steps; negative: unlimited.
+    """
+
+    micro_batches: int
+    dims: ParallelDims
+    max_steps: int
+
+
+def refuse_misfit(model: Network, sparsity: SparsitySchedule, data: Any, size: JobSize) -> None:
+    """Raise ValueError, with the mismatch, if data and settings do not fit the model.
+
+    Args:
+        model: model on the meta device.
+        sparsity: top-k by optimizer step.
+        data: data module after `setup`.
+        size: size of the job.
+    """
+    # the stream would refuse an indivisible batch too, but it is created after the run folder is opened
+    size.dims.micro_batch(data.batch_size, size.micro_batches)
+    if model.image_dim is not None:
+        raise ValueError(f"model.image_dim={model.image_dim}: the data hold no image embeddings to train it with")
+    expected = model.in_channels - model.out_channels
+    if data.cond_channels != expected:
+        raise ValueError(
+            f"the model takes {expected} channels of image condition (model.in_channels - model.out_channels), "
+            f"the data have {data.cond_channels}"
+        )
+    shapes = list(data.buckets)
+    # a top-k above the tiles of every bucket is an error; smaller buckets clamp it
+    tiles = max(model.layout_for(shape).num_video_tiles for shape in shapes)
+    if tiles == 1 and model.selects:
+        largest = max(shapes, key=lambda shape: math.prod(shape[1:]))
+        raise ValueError(
+            f"attention.tile_thw={list(model.layout_for(largest).tile_thw or ())} makes one tile of the largest "
+            f"latents, {largest}: there is nothing to select"
+        )
+    # attention that selects no tiles ignores the top-k
+    sparsity.check(tiles if model.selects else 1, len(model.blocks))
+
+
+def refuse_other_data(checkpoint: Checkpoint, data: Any, statistics: LatentStatistics) -> None:
+    """Raise ValueError for a checkpoint of other data; samples of the same names may have been encoded again.
+
+    Args:
+        checkpoint: checkpoint to resume.
+        data: data module after `setup`.
+        statistics: statistics that normalise latents.
+    """
+    refuse_missing(checkpoint, ("latent_mean",))
+    now = {**data.state_dict(), "latent_mean": statistics.mean.tolist()}
+    for name in ("codec", "text_encoder", "latent_shapes", "latent_mean"):
+        if checkpoint.state[name] != now[name]:
+            raise ValueError(
+                f"{checkpoint.path} was trained on data with {name}={one_line(checkpoint.state[name])}, these have "
+                f"{one_line(now[name])}: use init_from="
+            )
