@@ -146,6 +146,8 @@ class CrossAttention(AttentionProjections):
 class TransformerBlock(nn.Module):
     """Modulated self-attention, text cross-attention and feed-forward, each with a residual.
 
+    Forward hooks fire on the layers inside `attn1`, `attn2` and `ffn`, but not on these three, which are never called.
+
     Args:
         method: self-attention method of this layer; its extra modules are registered here under their own names.
         num_heads: H.
