@@ -473,7 +473,7 @@ def test_following_ends_when_nothing_comes_and_ctrl_c_is_one_line(
     [
         (
             ["--no-val-loss"],
-            "no prompts: the run has no sample prompts and no held-out captions, set --prompt TEXT or --prompts FILE",
+            "no prompts: the run has neither prompts nor held-out captions, set --prompt or --prompts",
         ),
         ([*QUICK, "--reference", "nowhere"], "no such checkpoint or run folder: nowhere"),
         ([*QUICK, "--reference", "none", "--min-psnr", "20"], "--min-psnr 20 needs a reference, got --reference none"),

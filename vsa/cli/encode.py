@@ -46,7 +46,7 @@ def encode(
     ] = False,
     dtype: Annotated[Precision, option("dtype of the stored latents", panel=OUTPUT)] = "float16",
     samples_per_shard: Annotated[
-        int, option("samples of a shard, the most that an interruption loses", panel=OUTPUT, whole=(1, MANY))
+        int, option("samples per shard, the most that an interruption loses", panel=OUTPUT, whole=(1, MANY))
     ] = 256,
     overwrite: Annotated[bool, option("replace the data set in OUT", "--overwrite", panel=OUTPUT)] = False,
     decode_seconds: Annotated[

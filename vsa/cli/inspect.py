@@ -16,12 +16,8 @@ LOOK, PAGE = "Measurement", "Page"
 
 def inspect(
     checkpoint: Annotated[str, typer.Argument(help="run folder (newest checkpoint), checkpoint or sparse export")],
-    clip: Annotated[
-        str, typer.Argument(help="video file (a.mp4, with its caption in a.txt), or id of a sample of its data")
-    ],
-    out: Annotated[
-        Path | None, option("output folder (inspect, in the run or beside the clip)", "--out", "--output")
-    ] = None,
+    clip: Annotated[str, typer.Argument(help="video (a.mp4, its caption in a.txt), or id of a sample of its data")],
+    out: Annotated[Path | None, option("output folder (RUN/inspect, or beside CLIP)", "--out", "--output")] = None,
     caption: Annotated[str | None, option("caption of the clip (its own)")] = None,
     timesteps: Annotated[
         str | None, option("timesteps, 1000 is noise (900 to 100; distilled: its own)", panel=LOOK, metavar="T,...")

@@ -18,10 +18,8 @@ def latents(
     prompts: Annotated[Path, Argument(help='text file with one prompt per line, or .jsonl with {"prompt": "..."}')],
     out: Annotated[str, Argument(help="output folder of shards")],
     clips_per_prompt: Annotated[int, option("samples per prompt", whole=(1, MANY))] = 1,
-    size: Annotated[
-        tuple[int, int] | None, option("pixels (the run's largest)", whole=(1, 8192), metavar="H W")
-    ] = None,
-    frames: Annotated[int | None, option("frames of a clip (the run's largest)", whole=(1, 100_000))] = None,
+    size: Annotated[tuple[int, int] | None, option("pixels (run's largest)", whole=(1, 8192), metavar="H W")] = None,
+    frames: Annotated[int | None, option("frames of a clip (run's largest)", whole=(1, 100_000))] = None,
     seed: Annotated[int, option("seed of the noise", whole=(0, MANY))] = 0,
     steps: Annotated[int | None, option("sampler steps (the run's, 50)", panel=SAMPLING, whole=(1, 10_000))] = None,
     guidance: Annotated[float | None, option("uncond + G * (cond - uncond)", panel=SAMPLING, real=(-100, 100))] = None,
@@ -36,9 +34,7 @@ def latents(
     batch_size: Annotated[int, option("clips sampled together", panel=WORK, whole=(1, 65_536))] = 4,
     device: Annotated[str | None, option("cpu, cuda, ... (by rank)", panel=WORK)] = None,
     dtype: Annotated[Precision, option("dtype of the stored latents", panel=WORK)] = "float16",
-    samples_per_shard: Annotated[
-        int, option("samples of a shard, the most that an interruption loses", panel=WORK, whole=(1, MANY))
-    ] = 256,
+    samples_per_shard: Annotated[int, option("samples per shard", panel=WORK, whole=(1, MANY))] = 256,
     overwrite: Annotated[bool, option("replace the data set", "--overwrite", panel=WORK)] = False,
     rank: Annotated[int, option("rank of this process", panel=WORK, whole=(0, MANY))] = 0,
     world_size: Annotated[int, option("number of processes that share the work", panel=WORK, whole=(1, MANY))] = 1,

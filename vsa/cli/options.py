@@ -78,10 +78,7 @@ SparsityRanges = Annotated[str | None, option("sparsity by progress", panel=DENO
 StepTopk = Annotated[str | None, option("top-k from a step on", panel=DENOISING, metavar="STEP:K,...")]
 StepSparsity = Annotated[str | None, option("sparsity from a step on", panel=DENOISING, metavar="STEP:S,...")]
 Refresh = Annotated[
-    str | None,
-    option(
-        "number of steps that share a selection (1), or that number by step", panel=DENOISING, metavar="N|STEP:N,..."
-    ),
+    str | None, option("steps that share a selection (1), or by step", panel=DENOISING, metavar="N|STEP:N,...")
 ]
 SharedCache = Annotated[
     bool | None, option("share selections with the unconditional pass", "--shared-cache/--own-cache", panel=DENOISING)

@@ -13,9 +13,7 @@ SETTING, TILES, END = "Setting", "Tiles", "End to end"
 
 
 def simulate(
-    grid: Annotated[
-        Axes, typer.Argument(help="tokens along time, height, width; 1 for a missing axis", metavar="T H W")
-    ],
+    grid: Annotated[Axes, typer.Argument(help="tokens along time, height, width; 1 if absent", metavar="T H W")],
     window: Annotated[Axes, option("visible tokens of a query", panel=SETTING, metavar="T H W")],
     stride: Annotated[
         Axes | None, option("queries that share a window (1 1 1)", panel=SETTING, metavar="T H W")

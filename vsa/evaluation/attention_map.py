@@ -88,9 +88,7 @@ def denoise_once(
     model(x_t, to_timestep(level), text, text_mask, topk=topk, recorder=recorder)
 
 
-def draw_attention(
-    run: SamplingPipeline, prompt: str, settings: SampleSettings, path: str | Path | None
-) -> Path | None:
+def draw_attention(run: SamplingPipeline, prompt: str, settings: SampleSettings, path: Path | None) -> Path | None:
     """Sample a clip and draw the tiles that three of its query tiles attend to, halfway through the denoising.
 
     The layer is the middle one of those that select tiles.

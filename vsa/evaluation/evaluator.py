@@ -86,10 +86,7 @@ class EvaluationSettings:
 
     def __post_init__(self) -> None:
         if not self.prompts:
-            raise ValueError(
-                "no prompts: the run has no sample prompts and no held-out captions, set --prompt TEXT or "
-                "--prompts FILE"
-            )
+            raise ValueError("no prompts: the run has neither prompts nor held-out captions, set --prompt or --prompts")
 
     @property
     def digest(self) -> str:
