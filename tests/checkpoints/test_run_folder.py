@@ -562,14 +562,14 @@ def test_loggers_make_no_files_before_the_run_is_checked(training):
     pytest.importorskip("tensorboard")
     # found out when the trainer sets up
     settings = ("logger=tensorboard", "data.batch_size=3", "trainer.accumulate_grad_batches=2")
-    with pytest.raises(ValueError, match=r"data\.batch_size=3 is not divisible"):
+    with pytest.raises(ValueError, match=r"data\.batch_size=3 must be a multiple"):
         training(*settings)
     assert not training.output.exists()
     for extra in ((), ("overwrite=true",)):
         training("logger=tensorboard", "trainer.max_steps=1", *extra)
         assert len(list((training.folder() / "tensorboard").glob("events.*"))) == 1
     before = contents(training.output)
-    with pytest.raises(ValueError, match=r"data\.batch_size=3 is not divisible"):
+    with pytest.raises(ValueError, match=r"data\.batch_size=3 must be a multiple"):
         training(*settings, "overwrite=true")
     assert contents(training.output) == before
 

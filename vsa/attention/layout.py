@@ -59,7 +59,7 @@ class Segment:
     sample: int = 0
 
     def __post_init__(self):
-        object.__setattr__(self, "grid_thw", tuple(int(n) for n in self.grid_thw))
+        object.__setattr__(self, "grid_thw", tuple(map(int, self.grid_thw)))
         if self.kind not in (*VIDEO_KINDS, *TEXT_KINDS):
             raise ValueError(f"segment kind must be video, image, text or cond, got {self.kind!r}")
         if len(self.grid_thw) != 3 or min(self.grid_thw) < 1:

@@ -269,7 +269,7 @@ class Network(nn.Module):
             ValueError: no such grid, or layers that order or tile the tokens in different ways.
         """
         segments = (Segment(grid_thw=self.grid(latent_shape)),)
-        first = next(block.method for block in self.blocks)
+        first = next(iter(self.blocks)).method
         if first.is_dense:
             first = next((method for method in self.attention_layers if not method.is_dense), first)
         layout = first.layout(segments, device)
