@@ -287,7 +287,7 @@ def test_a_profile_counts_the_updates_of_each_network(distill, training, monkeyp
     turns = [module.cycle.is_generators_turn(iteration) for iteration in (3, 4)]
     share = sum(turns) / len(turns)
     assert share == 0.5
-    generator, critic = (sum(p.numel() for p in n.parameters()) for n in module.trained_networks)
+    generator, critic = (sum(p.numel() for p in n.parameters()) for n in (module.model, module.fake_score))
     assert kinds["gradient norms"]["floor"] == pytest.approx(12 * (share * generator + critic))
     assert kinds["averaged weights"]["floor"] == pytest.approx(12 * share * generator)
     assert kinds["gradient norms"]["milliseconds"] > 0
