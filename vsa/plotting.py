@@ -126,7 +126,7 @@ def fit_text(text: str, width: int, lines: int) -> Fitted:
     Args:
         text: text of a user, in any language.
         width: letters per line; half as many in scripts with letters twice as wide.
-        lines: largest number of lines.
+        lines: maximum number of lines.
     """
     words = " ".join(text.split())
     families, missing = _fonts_for({ord(letter) for letter in words})

@@ -283,7 +283,7 @@ class ValidationStream(PlannedStream):
 
     Args:
         held: held-out samples by latent shape.
-        batches: largest number of global batches per bucket (None: all).
+        batches: maximum number of global batches per bucket (None: all).
         seed: seed of the noise.
     """
 

@@ -49,7 +49,7 @@ class PlanDataModule(LightningDataModule):
         validation_seed: seed of the noise in validation; None: `seed`.
         num_workers: worker processes of a loader; affects only the speed.
         val_fraction: share of the samples that is held out, by hash of their id, or of the groups of `val_by`.
-        val_batches: largest number of global validation batches per latent shape (None: every held-out sample).
+        val_batches: maximum number of global validation batches per latent shape (None: every held-out sample).
         caption_dropout: probability of training a sample on the null embedding.
         stats: statistics that normalise latents: of all stored latents, held-out ones too (data), of the training
             samples only, so that nothing held out influences training (train), or those that the codec publishes and a

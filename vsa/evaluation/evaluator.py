@@ -276,7 +276,7 @@ def distances_to_real(
         run: the model with its latent statistics.
         config: config of its checkpoint.
         latents: its clips, normalised `[N, C, T, H, W]`; only held-out clips of this shape count.
-        most: largest number of held-out clips.
+        most: maximum number of held-out clips.
 
     Returns:
         the metrics, or the reason why they are missing.

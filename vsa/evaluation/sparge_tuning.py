@@ -49,7 +49,7 @@ class TuneSettings:
         order: see `SpargeAttention`.
         search: bounds and grids of the search.
         timesteps: timesteps to capture, in [0, 1000]; None: 900, 700, 500, 300, 100.
-        most_clips: largest number of videos of a folder to use.
+        most_clips: maximum number of videos of a folder to use.
         latents: latent frames, rows, columns of a clip for a dense export.
         weights: averaged or trained weights of a run.
         pipeline: Wan pipeline with the VAE and the text encoder of an export.

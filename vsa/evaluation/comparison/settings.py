@@ -29,7 +29,7 @@ class CompareSettings:
         sparsities: sparsities of the usual methods.
         layers: layers to capture; None: the first, the middle and the last one.
         timesteps: timesteps to capture, in [0, 1000].
-        most_clips: largest number of videos of a folder to use.
+        most_clips: maximum number of videos of a folder to use.
         prompts: captions of clips to denoise with each method.
         steps: sampler steps; None: as the run samples.
         guidance: guidance scale; None: as the run samples.

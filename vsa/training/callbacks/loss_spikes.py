@@ -68,7 +68,7 @@ class LossSpikes(L.Callback):
         window: number of preceding losses to compare with.
         least: number of losses before the first decision.
         threshold: smallest distance of a spike from the median of the losses, in standard deviations.
-        rollbacks: largest number of rollbacks; the next spike ends the run.
+        rollbacks: maximum number of rollbacks; the next spike ends the run.
     """
 
     part = "loss_spikes"

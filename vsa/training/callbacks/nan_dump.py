@@ -40,7 +40,7 @@ class NanDump(L.Callback):
 
     Args:
         run_dir: the run folder.
-        dumps: largest number of dumps of a run; 0 disables them.
+        dumps: maximum number of dumps of a run; 0 disables them.
     """
 
     def __init__(self, run_dir: str, dumps: Count = 1):
