@@ -44,5 +44,5 @@ def test_the_message_is_in_the_code(message):
 
 def test_other_messages_are_not():
     assert len(MESSAGES) > 40
-    assert not in_the_code("already holds checkpoints: start anew")
+    assert not in_the_code("already holds checkpoints: start over")
     assert not in_the_code("no valid … checkpoint in …")

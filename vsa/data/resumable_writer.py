@@ -225,7 +225,7 @@ def _make_room(root: Path, settings: Mapping[str, Any], *, overwrite: bool) -> N
     if differing and not overwrite:
         name, old, new = differing[0]
         raise ValueError(
-            f"{root} was started with {name} {old}, got {new}: continue with the old setting, or start again with "
+            f"{root} was started with {name} {old}, got {new}: continue with the old setting, or start over with "
             "--overwrite"
         )
     if differing:

@@ -323,7 +323,7 @@ class SweepRun:
         if changed and not self._overwrite:
             raise ValueError(
                 f"{self._folder} holds runs of other settings at {', '.join(point.name for point in changed)}: "
-                "give another sweep.name, or start these anew with overwrite=true"
+                "give another sweep.name, or start these over with overwrite=true"
             )
         for point in changed:
             self._record.forget(point)

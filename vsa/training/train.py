@@ -274,7 +274,7 @@ def _resume(cfg: DictConfig, run_dir: Path) -> Checkpoint | None:
     if list_checkpoints(run_dir / "checkpoints") and not _overwrites(cfg):
         raise ValueError(
             f"run folder {run_dir} already holds checkpoints: resume with ckpt_path=last, "
-            "name another run with run=NAME, or start anew with overwrite=true"
+            "name another run with run=NAME, or start over with overwrite=true"
         )
     return None
 

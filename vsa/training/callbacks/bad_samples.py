@@ -143,7 +143,7 @@ class BadSamples(L.Callback):
         return (
             f"{self._counts.total():,} of {self._drawn:,} samples drawn were bad ({causes}), more than "
             f"data.max_bad={most:g} allows; first {name}: {what}. {self._report} lists them, vsa check-data finds all: "
-            f"start anew with {key_value('data.drop', self._report)}, or continue with a larger data.max_bad"
+            f"start over with {key_value('data.drop', self._report)}, or continue with a larger data.max_bad"
         )
 
 
