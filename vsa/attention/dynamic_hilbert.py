@@ -63,9 +63,10 @@ class DynamicHilbertAttention(AttentionMethod):
         backend: backend of `block_sparse_attn`; null chooses by device.
         **layer: see `AttentionMethod`.
 
-    Source: DFSAttn, eqs. 11 and 12 and its public code. The paper's curve is Skilling's; ours makes unit steps in any
-    box (`vsa.attention.hilbert`). In the paper's code a block may begin in the video and end in the text, and the
-    budget is a share of all blocks; here it is a share of the video blocks.
+    Source: DFSAttn, eqs. 11 and 12 and its public code. VSA2 (arXiv 2609.32882) ranks cubes by this score, up to a
+    factor. The code's curve is Skilling's, which jumps except in cubes of 2^n; here it is gilbert3d's, whose
+    consecutive tokens touch in any box (`vsa.attention.hilbert`). In the code a block may begin in the video and end in
+    the text, and the budget is a share of all blocks; here it is a share of the video blocks.
     """
 
     selects = True

@@ -45,6 +45,7 @@ class PooledTail(AttentionMethod):
         partition: cube or a kind of runs, see `TileLayout`.
         block_order: nested or raster, see `TileLayout`.
         order: order of the tail's approximation, 1 or 2, see the top of this file; variances are per channel.
+            Order 2 is an experiment.
         score: score that ranks the tiles of a row: mean (mean query times mean key, as in VSA), mass (mean over the
             tile's queries of the softmax of `tail`, the mass that the tail assigns to it) or subblock_lse, see
             `vsa.attention.scores`.
@@ -52,7 +53,11 @@ class PooledTail(AttentionMethod):
         backend: backend of the fine stage; None chooses by device.
         **layer: see `AttentionMethod`.
 
-    Source: forward of Sol-Attn (arXiv 2607.24027) for order 1; training, order 2 and `mass` are ours.
+    Source: order 1 is the forward of Sol-Attn (arXiv 2607.24027, training-free). LLSA (arXiv 2512.16615) trains it on
+    images, with the means of all tiles in the softmax, so that selected tiles count twice. SVG-EAR (arXiv 2603.08982)
+    lets the centroids of skipped clusters join in the same way; PISA (arXiv 2602.01077) expands exp itself around a
+    skipped block's mean, order 2 its logarithm. Ours are the training with selected tiles excluded, whose output with
+    all tiles selected is exactly that of dense attention, order 2 and `mass`.
     """
 
     selects = True

@@ -12,10 +12,13 @@ With mean queries qm and keys km of tiles, n_j tokens of kv tile j, s = 1/sqrt(D
 
 subblock_lse and mass estimate the share of a query tile's attention mass that falls on a kv tile, one from smaller
 tiles, the other from every query. oracle is that share, at the cost of dense attention: no selection of as many tiles
-per row holds more mass. oracle and random are the upper and the lower bound of a comparison. For full tiles
-subblock_lse ranks like the routers of VSA2 (arXiv 2609.32882) and DFSAttn, which average or sum the softmax over the
-cells of a tile; the logarithms of sizes, which ragged tiles need, are ours. DFSAttn's own treatment of ragged tiles is
-an option of `subblock_scores`.
+per row holds more mass. That bounds the recall of other scores, not their error: beside a pooled tail a tile of large
+mass and equal keys need not be exact. random shows what any selection reaches.
+
+Source: mean is VSA's (arXiv 2505.13389). For full tiles subblock_lse ranks like the routers of VSA2 (arXiv 2609.32882)
+and DFSAttn, which average or sum the softmax over the cells of a tile; in ragged tiles a sub-block counts by its number
+of tokens, and DFSAttn's own treatment is an option of `subblock_scores`. The score mass is ours. SVG-EAR (arXiv
+2603.08982) ranks by the estimated error of what stands for a skipped tile, which is not implemented.
 
 B batch, L tokens, Nq / Nkv query / kv tiles, H / Hkv heads, D head dim.
 """
@@ -36,7 +39,7 @@ from vsa.attention.tiling import Grid
 
 Score = Literal["mean", "subblock_lse", "mass"]
 BoundScore = Literal["oracle", "random"]
-"""Upper and lower bound of any other score."""
+"""Scores for comparisons: the most mass that as many tiles can hold, and chance."""
 Ragged = Literal["weighted", "masked", "zeros"]
 """Treatment of short and missing sub-blocks, see `subblock_scores`."""
 

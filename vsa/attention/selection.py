@@ -36,8 +36,8 @@ class RowRule:
             (FG-Attn, NABLA, FastVideo's BSA); drop: the largest set whose sum is at most top_p (SpargeAttn's listing,
             LongCat); exceed: the smallest set whose sum is more than top_p (SVG2).
         deviations: standard deviations above the row's mean that a kept score exceeds (Sol-Attn's beta).
-        over: row, or head: all rows of a head compete for `topk` * Nq entries or for `top_p` of the head's sum, or are
-            compared with the head's mean and deviation (VSA2, VMoBA), so that rows may keep different numbers. Scores
+        over: row, or head: all rows of a head compete for `topk` * Nq entries (VSA2) or for `top_p` of the head's sum
+            (VMoBA), or are compared with the head's mean and deviation, so that rows may keep different numbers. Scores
             of different rows are then compared and summed directly, so they must be shares, not logits.
     """
 
@@ -117,8 +117,9 @@ def select_blocks(
         backend: backend of `select_topk`, for a plain top-k with masks `[Nq, Nkv]`, or of `select_share`, for a plain
             share of a row.
 
-    Source: the rules are those of VSA (top-k), SpargeAttn, FG-Attn and SVG2 (top-p, see `sparge_top_p` and the next two
-    functions), Sol-Attn (mean + beta * std) and VSA2 (one budget for the rows of a head).
+    Source: the rules are those of VSA (top-k), SpargeAttn, FG-Attn and SVG2 (top-p, see `RowRule`), SpargeAttention2
+    (arXiv 2602.13515, the larger of top-k and top-p), Sol-Attn (arXiv 2607.24027, mean + beta * std) and VSA2 (arXiv
+    2609.32882, one budget for the rows of a head).
     """
     # a compiled block cannot construct a rule
     count, rule, shares = _parts_of(rule)

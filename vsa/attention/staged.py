@@ -72,7 +72,8 @@ class StagedAttention(AttentionMethod):
         pooled_map: map that is averaged where tiles of the coarse stage are smaller: probabilities (its softmax) or
             logits. The paper says "predicted attention map".
         score: score that ranks the tiles: mean, subblock_lse or mass, see `vsa.attention.scores`; the coarse output
-            always uses the means. For comparisons: oracle (exact mass, at the cost of dense attention) and random.
+            always uses the means. For comparisons: oracle (exact mass, at the cost of dense attention: the most recall,
+            not the least error) and random.
         score_seed: seed of the score random; layers always differ.
         score_thw: tokens per sub-block of subblock_lse; divides both tiles.
         partition: cube or a kind of runs, see `TileLayout`; a window and conv pooling need cubes.

@@ -70,7 +70,9 @@ class SpargeAttention(AttentionMethod):
         backend: backend of attention; null chooses by device.
         **layer: see `AttentionMethod`.
 
-    Source: Zhang et al., "SpargeAttn" (arXiv 2502.18137).
+    Source: Zhang et al., "SpargeAttn" (arXiv 2502.18137). Not here: its INT8 attention (q and k in INT8 and, on Ada and
+    Hopper, v in FP8; here products have the dtype of q, k, v), which is part of the published speed, and causal
+    attention.
     """
 
     training_free = "sparge"

@@ -11,8 +11,8 @@ dense.
 
 B batch, L tokens, H heads, D head dim, P points of the grid.
 
-Source: SpargeAttn (arXiv 2502.18137), section 3.6 and its measure of sparsity; the paper chooses per layer, we per
-head.
+Source: SpargeAttn (arXiv 2502.18137), section 3.6 and its measure of sparsity. The paper chooses per layer, its code
+per head as here, but by bisection of tau and lambda instead of a grid.
 """
 
 from __future__ import annotations
