@@ -72,9 +72,9 @@ def compare_attention(
     """Compare attention methods: density, recall, error and time on the same q, k, v, PSNR and SSIM of denoising runs.
 
     Queries, keys and values come from a model on clips, from a file, or from random fields with the locality of video
-    and noise. Oracle tiles are the upper bound of any selection of tiles, random tiles the lower bound. Settings of the
-    denoising apply to the runs of all methods except dense attention. Writes comparison.html (one file, works
-    offline), PNGs, CSVs and comparison.json.
+    and noise. Oracle tiles have the most recall of as many tiles, not always the least error. Settings of the denoising
+    apply to the runs of all methods except dense attention. Writes comparison.html (one file, works offline), PNGs,
+    CSVs and comparison.json.
 
     \b
     vsa compare-attention --synthetic 8 16 16

@@ -93,8 +93,8 @@ def error_chart(rows: Sequence[Row]) -> Chart:
     return Chart(
         key="error",
         title="Error against density and speed",
-        note="A line joins the budgets of a method; lower is better. Oracle tiles are the best that any selection of "
-        "as many whole tiles can hold, random tiles the floor; what joins the softmax beside the tiles can be better.",
+        note="A line joins the budgets of a method; lower is better. Oracle tiles hold the most attention weights of "
+        "as many whole tiles, which is not always the least error; random tiles show what any selection reaches.",
         panels=panels,
         drawn=[key for key in panels if not is_part(key[-1])],
         switches=("over", "captures"),

@@ -19,7 +19,7 @@ LAYERS = 5
 
 
 def usual_methods(grid: Grid, sparsities: Sequence[float] = SPARSITIES, tile_thw: Grid = (4, 4, 4)) -> list[str]:
-    """Default methods of a comparison: every method, with oracle and random tiles as upper and lower bound.
+    """Default methods of a comparison: every method, with oracle tiles (the most recall) and random tiles.
 
     Variants of VSA and of the pooled tail have the middle one of the sparsities only.
 
