@@ -113,6 +113,15 @@ def inputs(seed=0, dtype=torch.float32, device="cpu"):
 
 
 @pytest.mark.parametrize(("name", "options"), ALL)
+def test_a_method_shows_its_settings(name, options):
+    method = make(name, options)
+    shown = repr(method)
+    assert shown.startswith(type(method).__name__)
+    for setting in options.keys() & vars(method).keys():
+        assert f"{setting}={getattr(method, setting)}" in shown
+
+
+@pytest.mark.parametrize(("name", "options"), ALL)
 def test_autocast_changes_nothing(name, options):
     for device, cast in CASTS:
         method = make(name, options, device)

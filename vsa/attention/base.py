@@ -132,7 +132,9 @@ class AttentionMethod(nn.Module):
         return needs_grad
 
     def extra_repr(self) -> str:
-        return ", ".join(f"{name}={value}" for name, value in self.settings().items())
+        # a method need not keep a setting under its name
+        shown = (name for name in own_settings(type(self)) if hasattr(self, name))
+        return ", ".join(f"{name}={getattr(self, name)}" for name in shown)
 
     def tiling(self) -> Mapping[str, Any]:
         """The arguments of `TileLayout.build` that this method determines; by default raster order without tiles."""

@@ -131,6 +131,9 @@ class SpargeAttention(AttentionMethod):
             return None if self.file is None else self.file.values()
         return getattr(self, name)
 
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, tuned={self.path}"
+
     def check_model(self, num_layers: int) -> None:
         if self.file is not None:
             assert self.path is not None
