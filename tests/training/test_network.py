@@ -13,6 +13,7 @@ import vsa.config
 from tests.tiny_models import LATENT as TINY_LATENT
 from tests.tiny_models import make_model
 from tests.tiny_network import TARGETS, DenseThenSparse, TinyNetwork
+from vsa.attention.compressed_kv import CompressedKV
 from vsa.attention.full import FullAttention
 from vsa.attention.kept_tiles import KeptTiles
 from vsa.attention.sparge.method import SpargeAttention
@@ -86,6 +87,13 @@ def test_layers_of_two_methods_are_counted_one_by_one(training, tmp_path):
         convert(source, tmp_path / "out", Conversion())
 
 
+def test_layers_without_a_topk_count_by_the_pairs_they_compute():
+    model = make_model(partial(CompressedKV, pool_thw=(1, 2, 2)))
+    layout = model.layout_for(TINY_LATENT)
+    # every token attends to the means of all 24 tiles of 4 tokens
+    assert model.computed_tiles(layout, KeptTiles.of(24)).layers == (6,)
+
+
 def test_records_count_a_dense_layer_as_dense(training):
     look = ("every_n_steps=1", "noise_levels=[0.5]")
     settings = ("callbacks=diagnostics", *(f"callbacks.diagnostics.{setting}" for setting in look))
@@ -150,10 +158,32 @@ def test_layers_that_tile_in_two_ways_share_no_layout():
     def attention(layer_idx, **sizes):
         return VideoSparseAttention(tile_thw=(1, 2, 2 + layer_idx), layer_idx=layer_idx, **sizes)
 
+    # layers that tile alike share one, which says nothing about the layers of another network
+    assert make_model(SPARSE).layout_for(TINY_LATENT).tile_thw == (1, 2, 2)
     with pytest.raises(ValueError, match="layers 0 and 1 have attention with different tiles or token orders"):
         make_model(attention).layout_for(TINY_LATENT)
-    # layers that tile alike share one, and dense ones take it
-    assert make_model(SPARSE).layout_for(TINY_LATENT).tile_thw == (1, 2, 2)
+
+
+@pytest.mark.parametrize("make", [make_model, tiny_network], ids=["VideoDiT", "TinyNetwork"])
+def test_gradients_of_what_follows_attention_pass_none(make):
+    passed = []
+
+    class Watched(FullAttention):
+        def attend(self, q, k, v, ctx):
+            passed.append(any(x.requires_grad for x in (q, k, v)))
+            return super().attend(q, k, v, ctx)
+
+    model = make(Watched).requires_grad_(False)
+    latents, text = torch.randn(1, model.in_channels, 2, 4, 4), torch.randn(1, 3, model.text_dim)
+    follows = {}
+    for name, parameter in model.named_parameters():
+        passed.clear()
+        parameter.requires_grad_(True)
+        assert model(latents, torch.full((1,), 500.0), text).requires_grad, name
+        parameter.requires_grad_(False)
+        follows[name] = not any(passed)
+    assert follows == {name: model.follows_attention(name) for name in follows}
+    assert set(follows.values()) == {True, False}
 
 
 def test_a_training_free_layer_behind_others_is_refused():
