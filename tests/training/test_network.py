@@ -74,6 +74,7 @@ def test_layers_of_two_methods_are_counted_one_by_one(training, tmp_path):
     model = source.network()
     assert [type(method) for method in model.attention_layers] == [FullAttention, DenseThenSparse]
     assert (model.selects, model.predicts, model.is_dense) == (True, False, False)
+    assert model.attention_backend is not None
     # 8 tiles of 4 tokens; two tiles, and the 8 x 8 pairs of tiles
     layout = model.layout_for(LATENT)
     assert model.pairs(layout, 2) == [32 * 32, 32 * 2 * 4 + 8 * 8]
@@ -87,11 +88,35 @@ def test_layers_of_two_methods_are_counted_one_by_one(training, tmp_path):
         convert(source, tmp_path / "out", Conversion())
 
 
+def test_a_topk_says_nothing_about_layers_with_another_rule():
+    def attention(layer_idx, **sizes):
+        rule = "cdf" if layer_idx else "topk"
+        return SpargeAttention(q_tokens=16, kv_tokens=16, rule=rule, layer_idx=layer_idx, **sizes)
+
+    model = make_model(attention, num_layers=2)
+    assert (model.selects, model.predicts) == (True, True)
+    # 6 tiles, whose 36 scores are computed too; all tiles as an upper bound where the weights decide
+    assert model.pairs(model.layout_for(TINY_LATENT), 2) == [96 * 2 * 16 + 36, 96 * 96 + 36]
+
+
 def test_layers_without_a_topk_count_by_the_pairs_they_compute():
     model = make_model(partial(CompressedKV, pool_thw=(1, 2, 2)))
     layout = model.layout_for(TINY_LATENT)
     # every token attends to the means of all 24 tiles of 4 tokens
     assert model.computed_tiles(layout, KeptTiles.of(24)).layers == (6,)
+
+
+def test_layers_of_two_methods_are_captured_and_inspected(training, command_line):
+    training(MIXED, "trainer.max_steps=1")
+    words = (str(training.folder()), "--device", "cpu")
+    clip = "toy-0-00000000"
+    compared = command_line(
+        "compare-attention", "--run", *words, "--clips", clip, "--method", "full", "--layers", "0,1"
+    )
+    assert compared[0] == 0, compared
+    assert (training.folder() / "comparison" / "comparison.json").is_file()
+    status, _, err = command_line("inspect", words[0], clip, *words[1:], "--layers", "0")
+    assert (status, "attends with FullAttention, which selects no tiles" in err) == (1, True), err
 
 
 def test_records_count_a_dense_layer_as_dense(training):

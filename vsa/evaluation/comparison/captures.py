@@ -98,7 +98,7 @@ class Watched(AttentionMethod):
         sizes = {name: getattr(method, name) for name in ("dim", "num_heads", "head_dim", "layer_idx")}
         super().__init__(**sizes)
         self.method, self.keep = method, keep
-        self.selects, self.predicts = method.selects, method.predicts
+        self.is_dense, self.selects, self.predicts = method.is_dense, method.selects, method.predicts
 
     def extra_modules(self) -> dict[str, torch.nn.Module]:
         return self.method.extra_modules()

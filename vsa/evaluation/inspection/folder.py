@@ -128,9 +128,9 @@ def inspect_checkpoint(asked: InspectSettings) -> tuple[Path, Inspection, str]:
                 progress=advance,
             )
         except NothingSelected:
+            names = ", ".join(dict.fromkeys(type(run.model.attention_layers[layer]).__name__ for layer in layers))
             raise ValueError(
-                f"{asked.checkpoint} attends with {run.model.attention_names}, which selects no tiles: "
-                "nothing to inspect"
+                f"{asked.checkpoint} attends with {names}, which selects no tiles: nothing to inspect"
             ) from None
     record = {**settings_dict(settings, run), "clip": clip.name, "caption": clip.caption, "seed": asked.seed}
     note = left_out(inspection, num_layers=len(layers))
