@@ -171,6 +171,28 @@ def test_the_parts_that_a_network_names_exist(make):
         assert model.linear_flops(**sizes, recomputed=level) == sum(2 * rows[n] * linear[n] for n in names), level
 
 
+@pytest.mark.parametrize("make", [make_model, tiny_network], ids=["VideoDiT", "TinyNetwork"])
+def test_rows_are_those_that_pass_a_layer(make):
+    model, passed = make(SPARSE), {}
+
+    def count(name, layer, inputs, output):
+        passed[name] = output.numel() // layer.weight.shape[0]
+
+    layers = {name: m for name, m in model.named_modules() if isinstance(m, torch.nn.Linear | torch.nn.Conv3d)}
+    for name, layer in layers.items():
+        layer.register_forward_hook(partial(count, name))
+    model(torch.randn(1, model.in_channels, 2, 4, 8), torch.full((1,), 500.0), torch.randn(1, 3, model.text_dim))
+    assert passed == {name: model.rows(name, num_tokens=16, text_len=3, image_len=0) for name in layers}
+
+
+@pytest.mark.parametrize("make", [make_model, tiny_network], ids=["VideoDiT", "TinyNetwork"])
+def test_a_level_is_set_in_every_block(make):
+    model = make(SPARSE)
+    model.activation_checkpointing = "attention"
+    assert {block.activation_checkpointing for block in model.blocks} == {"attention"}
+    assert model.activation_checkpointing == "attention"
+
+
 def test_lora_adapts_the_layers_that_a_network_names():
     pytest.importorskip("peft")
     model = tiny_network()
