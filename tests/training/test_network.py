@@ -206,7 +206,8 @@ def test_layers_that_tile_in_two_ways_share_no_layout():
         return VideoSparseAttention(tile_thw=(1, 2, 2 + layer_idx), layer_idx=layer_idx, **sizes)
 
     # layers that tile alike share one, which says nothing about the layers of another network
-    assert make_model(SPARSE).layout_for(TINY_LATENT).tile_thw == (1, 2, 2)
+    alike = make_model(SPARSE)
+    assert alike.layout_for(TINY_LATENT).tile_thw == (1, 2, 2)
     with pytest.raises(ValueError, match="layers 0 and 1 have attention with different tiles or token orders"):
         make_model(attention).layout_for(TINY_LATENT)
 
