@@ -132,6 +132,17 @@ def test_records_count_a_dense_layer_as_dense(training):
     assert (table["layers"], table["sparsity"]) == ([1], 0.25)
 
 
+def test_a_run_with_one_described_layer_is_not_exported_as_dense(training, monkeypatch):
+    def attention(layer_idx, **sizes):
+        return (SpargeAttention if layer_idx else FullAttention)(layer_idx=layer_idx, **sizes)
+
+    training("attention=full", "~attention.tile_thw", "trainer.max_steps=1")
+    source = open_weights(training.folder())
+    monkeypatch.setattr(type(source), "_meta", make_model(attention))
+    with pytest.raises(ValueError, match="the model has FullAttention, SpargeAttention"):
+        assert source.sparse
+
+
 def test_another_network_has_no_export(training, tmp_path):
     training(TINY, "trainer.max_steps=1")
     with pytest.raises(ValueError, match="TinyNetwork has no counterpart in WanTransformer3DModel"):
