@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -20,11 +21,12 @@ from vsa.attention.sparge.method import SpargeAttention
 from vsa.attention.video_sparse import VideoSparseAttention
 from vsa.checkpoints.convert import Conversion, convert
 from vsa.checkpoints.lora import LoRA
+from vsa.checkpoints.wan import sparse_settings
 from vsa.checkpoints.weight_source import open_weights
 from vsa.sampling.pipeline import generate, load_run, settings_dict
 from vsa.training.estimate.gpus import GPUS
 from vsa.training.estimate.job import TRAINING, Job, PlannedNetwork
-from vsa.training.estimate.predict import step_seconds
+from vsa.training.estimate.predict import memory, step_seconds
 from vsa.training.gradients import refuse_training_free
 
 pytestmark = pytest.mark.filterwarnings("ignore:tiles .* are .* full")
@@ -221,6 +223,8 @@ def test_layers_that_tile_in_two_ways_share_no_layout():
     assert alike.layout_for(TINY_LATENT).tile_thw == (1, 2, 2)
     with pytest.raises(ValueError, match="layers 0 and 1 have attention with different tiles or token orders"):
         make_model(attention).layout_for(TINY_LATENT)
+    with pytest.raises(ValueError, match="describes one attention for all layers"):
+        sparse_settings(make_model(attention))
 
 
 @pytest.mark.parametrize("make", [make_model, tiny_network], ids=["VideoDiT", "TinyNetwork"])
@@ -284,3 +288,9 @@ def test_the_estimate_of_two_methods_lies_between_those_of_one():
     seconds = [step_seconds(job, GPUS[0])["attention"] for job in (full, both, sparse)]
     assert seconds[1] == pytest.approx((seconds[0] + seconds[2]) / 2)
     assert seconds[0] != seconds[2]
+    dense, mix, gated = (memory(job) for job in (full, both, sparse))
+    assert mix["activations"] == (dense["activations"] + gated["activations"]) / 2
+    # one block at a time is computed again, at most the larger one
+    dense, mix, gated = (memory(replace(job, level="full")) for job in (full, both, sparse))
+    for part in ("a block in its backward", "parameters in bf16"):
+        assert mix[part] == gated[part] > dense[part]
