@@ -13,7 +13,7 @@ from vsa_kernels.linear_gelu import linear_gelu
 from vsa_kernels.norm_rope import norm_rope
 from vsa_kernels.pooling import block_mean_and_similarity, block_mean_pool
 from vsa_kernels.residual_norm import gated_residual, residual_norm
-from vsa_kernels.selection import mean_scores, select_share, select_topk
+from vsa_kernels.selection import mean_scores, select_share, select_topk, subblock_scores
 from vsa_kernels.skipping import skipping_attn
 from vsa_kernels.workspace import set_workspace_limit, workspace_limit
 
@@ -41,6 +41,7 @@ __all__ = [
     "select_topk",
     "set_workspace_limit",
     "skipping_attn",
+    "subblock_scores",
     "workspace_limit",
 ]
 

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+from typing import Literal, get_args
+
 import torch
 from torch import Tensor
 
-from vsa_kernels.block_index import BlockIndex
-from vsa_kernels.checks import check_allowed, check_device, check_qkv, check_scale
+from vsa_kernels.block_index import BlockIndex, Blocks
+from vsa_kernels.checks import check_allowed, check_blocks, check_device, check_qkv, check_scale
 from vsa_kernels.dispatch import resolve_plain
 from vsa_kernels.selection.op import (
     MAX_COLUMNS,
+    MAX_GROUP,
     MAX_SHARE_COLUMNS,
     mean_scores_op,
     select_share_op,
     select_topk_op,
+    subblock_scores_op,
     unsupported,
 )
 from vsa_kernels.selection.weights import CROSSINGS, Crossing
 
+Form = Literal["softmax", "lse"]
+FORMS = get_args(Form)
 _CAPACITY_STEP = 32
 
 
@@ -142,6 +148,73 @@ def mean_scores(
         raise ValueError(f"means must be float32 or float64, got {q_mean.dtype}")
     resolved_backend = resolve_plain(backend, q_mean.device, q_mean.dtype, q_mean.shape[3])
     return mean_scores_op(q_mean.detach(), k_mean.detach(), check_scale(scale, q_mean.shape[3]), half, resolved_backend)
+
+
+def subblock_scores(
+    q_mean: Tensor,
+    k_mean: Tensor,
+    *,
+    q_groups: Blocks,
+    kv_groups: Blocks,
+    form: Form = "softmax",
+    weights: Tensor | None = None,
+    candidates: Tensor | None = None,
+    scale: float | None = None,
+    half: bool = False,
+    backend: str | None = None,
+) -> Tensor:
+    """Scores of kv blocks from the means of smaller blocks inside them; not differentiable.
+
+    With sub-blocks u of query block i and w of kv block j and logits s_uw = scale * q_mean_u k_mean_w + ln n_w:
+
+        softmax   mean over u of the share that the softmax of s_u over all w gives to the w of j
+        lse       logsumexp over u and w of s_uw
+
+    No backend but `reference` keeps the logits: for L / R sub-blocks they would take (L / R)^2 numbers.
+
+    Args:
+        q_mean: `[B, Sq, H, D]` means of query sub-blocks in the order of the blocks, fp32 or fp64.
+        k_mean: `[B, Skv, Hkv, D]` means of key sub-blocks, H a multiple of Hkv.
+        q_groups: sub-blocks of each query block, a partition of Sq.
+        kv_groups: sub-blocks of each kv block, a partition of Skv.
+        form: softmax or lse.
+        weights: n, float `[Skv]`, tokens of each key sub-block; None: 1.
+        candidates: bool `[Nq, Nkv]`, blocks that compete; others score 0 (softmax) or -inf (lse). None: all.
+        scale: factor of the logits, default D ** -0.5.
+        half: whether the pooled tokens were half precision, so that `triton` may round the means to bf16.
+        backend: `reference`, `triton` (at most 64 sub-blocks a block) or None (`triton` where it can run).
+
+    Returns:
+        `[B, H, Nq, Nkv]` in the dtype of the means.
+
+    Source: the router of VSA2 (arXiv 2609.32882) and DFSAttn (softmax before pooling); the sub-block router of SGLang
+    (sgl-project/sglang#34148, lse).
+    """
+    check_qkv(q_mean, k_mean, k_mean)
+    if q_mean.dtype not in (torch.float32, torch.float64):
+        raise ValueError(f"means must be float32 or float64, got {q_mean.dtype}")
+    check_blocks("q_groups", q_groups, "q_mean", q_mean)
+    check_blocks("kv_groups", kv_groups, "k_mean", k_mean)
+    if form not in FORMS:
+        raise ValueError(f"form must be one of {', '.join(FORMS)}, got {form!r}")
+    check_allowed("candidates", candidates, q_groups.num, kv_groups.num, "q_mean", q_mean)
+    subs = k_mean.shape[1]
+    if weights is None:
+        bias = q_mean.new_zeros(subs)
+    elif weights.shape != (subs,) or not weights.is_floating_point():
+        raise ValueError(f"weights must be float {[subs]}, got {weights.dtype} {list(weights.shape)}")
+    else:
+        check_device("weights", weights, "k_mean", k_mean)
+        bias = weights.detach().to(q_mean.dtype).log()
+    resolved_backend = resolve_plain(backend, q_mean.device, q_mean.dtype, q_mean.shape[3])
+    largest = max(q_groups.max_size, kv_groups.max_size)
+    if resolved_backend == "triton" and largest > MAX_GROUP:
+        if backend == "triton":
+            raise ValueError(f"backend triton takes at most {MAX_GROUP} sub-blocks a block, got {largest}")
+        resolved_backend = "reference"
+    groups = [x for g in (q_groups, kv_groups) for x in (g.offsets, g.max_size, g.min_size)]
+    how = (check_scale(scale, q_mean.shape[3]), form == "softmax", half, resolved_backend)
+    return subblock_scores_op(q_mean.detach(), k_mean.detach(), *groups, bias, candidates, *how)
 
 
 def _check_scores(scores: Tensor) -> None:

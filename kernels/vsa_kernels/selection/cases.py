@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from vsa_kernels.block_index import Blocks
 from vsa_kernels.selection import api
 from vsa_kernels.testing import Call, Case, normal
 
@@ -34,6 +35,20 @@ def mean_scores(case: Case) -> Iterator[Call]:
     means = tuple(normal(case, x.shape[0], b.num, *x.shape[2:], dtype=torch.float32).detach() for x, b in sides)
     for half in (False, True):
         yield Call(api.mean_scores, means, {"half": half})
+
+
+def subblock_scores(case: Case) -> Iterator[Call]:
+    """Both forms, of ragged groups, as of half precision and with candidates."""
+    (B, _, H, D), (Hkv,) = case.q.shape, case.k.shape[2:3]
+    groups = [Blocks.from_sizes([1 + (3 * n + b) % 6 for n in range(b)], case.q.device) for b in (7, 5)]
+    means = [
+        normal(case, B, int(g.offsets[-1]), h, D, dtype=torch.float32).detach()
+        for g, h in zip(groups, (H, Hkv), strict=True)
+    ]
+    options = {"q_groups": groups[0], "kv_groups": groups[1]}
+    candidates = torch.arange(35, device=case.q.device).view(7, 5) % 3 > 0
+    yield Call(api.subblock_scores, means, {**options, "form": "softmax", "half": True, "candidates": candidates})
+    yield Call(api.subblock_scores, means, {**options, "form": "lse"})
 
 
 def _scores(case: Case) -> tuple[Tensor, Tensor, Tensor]:

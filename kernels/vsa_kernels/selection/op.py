@@ -7,6 +7,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from vsa_kernels.block_index import Blocks
 from vsa_kernels.modes import without_autocast
 from vsa_kernels.operators import Operator, declare
 from vsa_kernels.selection import reference
@@ -16,6 +17,8 @@ MAX_COLUMNS = 4096
 """Most kv blocks for which `triton` selects by top-k: it holds a row in registers."""
 MAX_SHARE_COLUMNS = 8192
 """Most kv blocks for which `triton` selects by share, with more warps per row."""
+MAX_GROUP = 64
+"""Most sub-blocks of a block that `triton` scores."""
 
 
 def unsupported(scores: Tensor, most: int = MAX_COLUMNS) -> str | None:
@@ -104,6 +107,50 @@ def _scores_flops(q_shape: Any, k_shape: Any, *_args: Any, out_shape: Any = None
     return 2 * B * H * num_q * k_shape[1] * D
 
 
+@torch.library.custom_op("vsa_kernels::subblock_scores", mutates_args=())
+def subblock_scores_op(
+    q_mean: Tensor,
+    k_mean: Tensor,
+    q_offsets: Tensor,
+    q_max: int,
+    q_min: int,
+    kv_offsets: Tensor,
+    kv_max: int,
+    kv_min: int,
+    bias: Tensor,
+    candidates: Tensor | None,
+    scale: float,
+    softmax: bool,
+    half: bool,
+    backend: str = "reference",
+) -> Tensor:
+    if not q_mean.shape[0]:
+        return _subblock_scores_like(q_mean, k_mean, q_offsets, q_max, q_min, kv_offsets)
+    groups = (
+        Blocks(offsets=q_offsets, max_size=q_max, min_size=q_min),
+        Blocks(offsets=kv_offsets, max_size=kv_max, min_size=kv_min),
+    )
+    if backend == "triton":
+        from vsa_kernels.selection import triton_subblock
+
+        return triton_subblock.scores(q_mean, k_mean, *groups, bias, candidates, scale, softmax, half=half)
+    with without_autocast(q_mean.device):
+        return reference.subblock_scores(q_mean, k_mean, *groups, bias, candidates, scale, softmax)
+
+
+def _subblock_scores_like(q_mean: Tensor, _k: Tensor, *groups: Any) -> Tensor:
+    return q_mean.new_empty((q_mean.shape[0], q_mean.shape[2], groups[0].shape[0] - 1, groups[3].shape[0] - 1))
+
+
+subblock_scores_op.register_fake(_subblock_scores_like)
+
+
+def _subblock_flops(*shapes: Any, out_shape: Any = None, **_: Any) -> int:
+    # a softmax needs its logits twice
+    return (2 if shapes[11] else 1) * _scores_flops(*shapes[:2])
+
+
 declare(Operator(name="select_topk", module=__name__, ops={"select_topk": None}))
 declare(Operator(name="select_share", module=__name__, ops={"select_share": None}))
 declare(Operator(name="mean_scores", module=__name__, ops={"mean_scores": _scores_flops}))
+declare(Operator(name="subblock_scores", module=__name__, ops={"subblock_scores": _subblock_flops}))

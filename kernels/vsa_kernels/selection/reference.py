@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from vsa_kernels.block_index import Blocks, by_block
 from vsa_kernels.selection.weights import Crossing, weight_units, within_share
 
 
@@ -58,6 +59,38 @@ def mean_scores(q_mean: Tensor, k_mean: Tensor, scale: float) -> Tensor:
     """Logits `[B, H, Nq, Nkv]` of means `[B, Nq, H, D]` and `[B, Nkv, Hkv, D]`."""
     keys = k_mean.transpose(1, 2).repeat_interleave(q_mean.shape[2] // k_mean.shape[2], 1)
     return (q_mean.transpose(1, 2) * scale) @ keys.transpose(2, 3)
+
+
+def subblock_scores(
+    q_mean: Tensor,
+    k_mean: Tensor,
+    q_groups: Blocks,
+    kv_groups: Blocks,
+    bias: Tensor,
+    candidates: Tensor | None,
+    scale: float,
+    softmax: bool,
+) -> Tensor:
+    """Scores `[B, H, Nq, Nkv]`; arguments as in `triton_subblock.scores`, for some heads at a time."""
+    queries, keys = by_block(q_mean, q_groups), by_block(k_mean, kv_groups)
+    # [N, R]
+    rows, columns = (b.sizes[:, None] > torch.arange(b.max_size, device=bias.device) for b in (q_groups, kv_groups))
+    hidden = ~columns[None] if candidates is None else ~(candidates[:, :, None] & columns)
+    padded = by_block(bias[None, :, None, None], kv_groups)[0, ..., 0, 0]
+    scores, group = [], q_mean.shape[2] // k_mean.shape[2]
+    for head in range(q_mean.shape[2]):
+        # [B, Nq, R, Nkv, R']
+        logits = torch.einsum("bird,bjsd->birjs", queries[..., head, :] * scale, keys[..., head // group, :]) + padded
+        logits = logits.masked_fill(hidden[:, None], -torch.inf)
+        if softmax:
+            lse = logits.flatten(-2).logsumexp(-1)[..., None]
+            shares = (logits.logsumexp(-1) - lse.masked_fill(lse == -torch.inf, 0)).exp()
+            shares = shares.masked_fill(~rows[:, :, None], 0)
+            scores.append(shares.sum(2) / q_groups.sizes[:, None])
+        else:
+            logits = logits.masked_fill(~rows[:, :, None, None], -torch.inf)
+            scores.append(logits.logsumexp((2, 4)))
+    return torch.stack(scores, dim=1)
 
 
 def _lists(mask: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
