@@ -27,7 +27,7 @@ from vsa.attention.context import AttnContext
 from vsa.attention.dense import dense_attn_per_sample, dense_index, text_attn
 from vsa.attention.kept_tiles import KeptTiles
 from vsa.attention.layout import Partition, Segment, TileLayout
-from vsa.attention.scores import subblock_places, subblock_scores, with_damage_first
+from vsa.attention.scores import padded_sub_blocks, sub_blocks, subblock_scores, with_damage_first
 from vsa.attention.selection import select_blocks
 from vsa.attention.tiling import Grid
 from vsa.settings import AtLeastOne, validated
@@ -101,7 +101,8 @@ class DynamicHilbertAttention(AttentionMethod):
     def layout(self, segments: Sequence[Segment], device: torch.device | str | None = None) -> TileLayout:
         layout = super().layout(segments, device)
         if layout.device.type != "meta":
-            layout.derive(subblock_places, self._sub_thw, layout.tile_thw)
+            layout.derive(sub_blocks, self._sub_thw)
+            layout.derive(padded_sub_blocks, self._sub_thw)
         return layout
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, ctx: AttnContext) -> dict[str, Tensor]:

@@ -27,7 +27,7 @@ from vsa.attention.scores import (
     mass_scores,
     mean_scores,
     per_head,
-    subblock_places,
+    sub_blocks,
     subblock_scores,
     tile_logits,
 )
@@ -89,7 +89,7 @@ class PooledTail(AttentionMethod):
 
     def prepare(self, layout: TileLayout) -> None:
         if self.score == "subblock_lse":
-            layout.derive(subblock_places, self.score_thw, self.tile_thw)
+            layout.derive(sub_blocks, self.score_thw)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, ctx: AttnContext) -> dict[str, Tensor]:
         layout = ctx.layout

@@ -29,6 +29,7 @@ import math
 from typing import Literal, NamedTuple
 
 import torch
+import vsa_kernels as kernels
 from torch import Tensor
 from vsa_kernels import block_mean_pool
 from vsa_kernels.block_index import Blocks, by_block
@@ -42,9 +43,6 @@ BoundScore = Literal["oracle", "random"]
 """Scores for comparisons: the most mass that as many tiles can hold, and chance."""
 Ragged = Literal["weighted", "masked", "zeros"]
 """Treatment of short and missing sub-blocks, see `subblock_scores`."""
-
-# number of logits between sub-blocks that exist at a time: 1 GiB
-_LOGITS = 1 << 28
 
 
 def mean_scores(q: Tensor, k: Tensor, layout: TileLayout) -> Tensor:
@@ -65,20 +63,6 @@ def with_damage_first(scores: Tensor | None, k: Tensor, v: Tensor, layout: TileL
     return scores.masked_fill(~damage.isfinite().mT, math.inf)
 
 
-class SubBlocks(NamedTuple):
-    """The sub-blocks of every video tile: R slots per tile, some of them empty where a tile is short.
-
-    Args:
-        tiles: int64 `[Nv]`, indices of the video tiles among all tiles of the row.
-        number: int64 `[Nv * R]`, sub-block of each slot; arbitrary in an empty slot.
-        present: bool `[Nv, R]`, whether the slot holds a sub-block.
-    """
-
-    tiles: Tensor
-    number: Tensor
-    present: Tensor
-
-
 def subblock_scores(q: Tensor, k: Tensor, layout: TileLayout, sub_thw: Grid, ragged: Ragged = "weighted") -> Tensor:
     """Scores `subblock_lse` of the video tiles with sub-blocks of `sub_thw` tokens; text columns are 0.
 
@@ -93,51 +77,60 @@ def subblock_scores(q: Tensor, k: Tensor, layout: TileLayout, sub_thw: Grid, rag
     Returns:
         `[B, H, Nv, Nkv]`, at least fp32; rows are the video query tiles.
     """
-    subs, heads = layout.tiles[sub_thw], q.shape[2]
-    rows, columns = (layout.derive(subblock_places, sub_thw, tile) for tile in (layout.tile_thw, layout.kv_tile_thw))
-    q_mean, k_mean = (block_mean_pool(x.detach(), subs).transpose(1, 2) for x in (q, k))
-    sizes = subs.sizes.to(q_mean.dtype)
-    bias, votes = torch.zeros_like(sizes)[columns.number].view_as(columns.present), rows.present.to(sizes.dtype)
+    subs, parts = layout.tiles[sub_thw], layout.derive(sub_blocks, sub_thw)
+    q_mean, k_mean = (block_mean_pool(x.detach(), subs) for x in (q, k))
+    q_groups, kv_groups = parts.queries, parts.keys
     if ragged == "zeros":
-        q_mean, k_mean = (x * (sizes / math.prod(sub_thw))[:, None] for x in (q_mean, k_mean))
-        votes = torch.ones_like(votes)
-    else:
-        bias = sizes.log()[columns.number].view_as(bias) if ragged == "weighted" else bias
-        bias = bias.masked_fill(~columns.present, -math.inf)
-    queries, keys = (x[:, :, part.number] for x, part in ((q_mean, rows), (per_head(k_mean, heads), columns)))
-    if ragged == "zeros":
-        queries, keys = (x * part.present.view(-1, 1) for x, part in ((queries, rows), (keys, columns)))
-    hidden = None
-    if layout.candidates is not None and len(layout.sample_spans) > 1:
-        hidden = ~layout.candidates[:, columns.tiles, None].expand(-1, -1, bias.shape[1])[:, None]
-    parts = max(1, -(-queries.shape[0] * heads * queries.shape[2] * keys.shape[2] // _LOGITS))
-    queries = queries * q.shape[-1] ** -0.5
-    scores = []
-    for some, those in zip(queries.chunk(parts, dim=1), keys.chunk(parts, dim=1), strict=True):
-        # [B, H, Nv, R, Nv', R']
-        logits = (some @ those.transpose(-1, -2)).unflatten(-1, bias.shape).unflatten(2, votes.shape) + bias
-        if hidden is not None:
-            logits = logits.masked_fill(hidden, -math.inf)
-        shares = logits.flatten(-2).softmax(-1).unflatten(-1, bias.shape).sum(-1)
-        scores.append((shares * votes[..., None]).sum(3) / votes.sum(1)[:, None])
-    video_scores = torch.cat(scores, dim=1)
-    if len(columns.tiles) == layout.kv_blocks.num:
-        return video_scores
-    return video_scores.new_zeros(*video_scores.shape[:3], layout.kv_blocks.num).index_copy(
-        -1, columns.tiles, video_scores
+        full = (subs.sizes / math.prod(sub_thw)).to(q_mean.dtype)[:, None, None]
+        # a short tile has as many sub-blocks as any other
+        q_mean, k_mean = (by_block(x * full, g).flatten(1, 2) for x, g in ((q_mean, q_groups), (k_mean, kv_groups)))
+        q_groups, kv_groups = layout.derive(padded_sub_blocks, sub_thw)
+    scores = kernels.subblock_scores(
+        *(q_mean, k_mean),
+        q_groups=q_groups,
+        kv_groups=kv_groups,
+        weights=subs.sizes.to(q_mean.dtype) if ragged == "weighted" else None,
+        candidates=parts.candidates,
+        half=q.dtype.itemsize == 2,
     )
+    return scores if parts.video is None else scores[:, :, parts.video]
 
 
-def subblock_places(layout: TileLayout, sub_thw: Grid, tile_thw: Grid) -> SubBlocks:
-    """The sub-blocks of the video tiles of a layout, for `TileLayout.derive`."""
-    inside = tiles_inside(layout, sub_thw, tile_thw)
-    starts = layout.tiles[tile_thw].offsets[:-1].tolist()
+class SubBlocks(NamedTuple):
+    """The sub-blocks of the tiles of a row.
+
+    Args:
+        queries: sub-blocks of each query tile.
+        keys: sub-blocks of each kv tile.
+        video: int64 `[Nv]`, the video query tiles; None: all.
+        candidates: bool `[N, Nkv]`, the video kv tiles of the query tile's sample; None: all.
+    """
+
+    queries: Blocks
+    keys: Blocks
+    video: Tensor | None
+    candidates: Tensor | None
+
+
+def sub_blocks(layout: TileLayout, sub_thw: Grid) -> SubBlocks:
+    """The sub-blocks of the tiles of a layout, for `TileLayout.derive`."""
+    queries, keys = (tiles_inside(layout, sub_thw, tile) for tile in (layout.tile_thw, layout.kv_tile_thw) if tile)
+    if layout.candidates is None:
+        return SubBlocks(queries, keys, None, None)
+    starts = layout.blocks.offsets[:-1].tolist()
     video = [n for n, start in enumerate(starts) if not any(a <= start < b for a, b, _ in layout.text_spans)]
-    tiles = torch.tensor(video, device=layout.device)
-    place = torch.arange(inside.max_size, device=layout.device)
-    present = place < inside.sizes[tiles, None]
-    number = (inside.offsets[:-1].long()[tiles, None] + place).masked_fill(~present, 0)
-    return SubBlocks(tiles, number.flatten(), present)
+    rows = torch.tensor(video, device=layout.device)
+    # rows of text tiles are computed and left out
+    candidates = torch.ones(len(starts), keys.num, dtype=torch.bool, device=layout.device)
+    candidates[rows] = layout.candidates
+    return SubBlocks(queries, keys, rows, candidates)
+
+
+def padded_sub_blocks(layout: TileLayout, sub_thw: Grid) -> tuple[Blocks, Blocks]:
+    """Groups of as many sub-blocks for every query tile and kv tile of a layout, for `TileLayout.derive`."""
+    parts = sub_blocks(layout, sub_thw)
+    both = (Blocks.from_sizes([groups.max_size] * groups.num, layout.device) for groups in (parts.queries, parts.keys))
+    return next(both), next(both)
 
 
 def mass_scores(tail: Tensor, layout: TileLayout) -> Tensor:

@@ -43,7 +43,7 @@ from vsa.attention.scores import (
     oracle_scores,
     per_head,
     random_scores,
-    subblock_places,
+    sub_blocks,
     subblock_scores,
     tile_logits,
     tiles_inside,
@@ -309,8 +309,8 @@ class StagedAttention(AttentionMethod):
             pool.prepare(layout)
         for small, large in ((self.q_pool, self.tile_thw), (self.kv_pool, self.kv_tile_thw)):
             layout.derive(tiles_inside, small, large)
-            if self.score_thw is not None:
-                layout.derive(subblock_places, self.score_thw, large)
+        if self.score_thw is not None:
+            layout.derive(sub_blocks, self.score_thw)
 
     def _check_tiles(self, *, pool: Tile | None, conv: bool) -> None:
         larger = {"tile_thw": self.tile_thw, "kv_tile_thw": self.kv_tile_thw}

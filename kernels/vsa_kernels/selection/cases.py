@@ -39,16 +39,14 @@ def mean_scores(case: Case) -> Iterator[Call]:
 
 def subblock_scores(case: Case) -> Iterator[Call]:
     """Both forms, of ragged groups, as of half precision and with candidates."""
-    (B, _, H, D), (Hkv,) = case.q.shape, case.k.shape[2:3]
-    groups = [Blocks.from_sizes([1 + (3 * n + b) % 6 for n in range(b)], case.q.device) for b in (7, 5)]
-    means = [
-        normal(case, B, int(g.offsets[-1]), h, D, dtype=torch.float32).detach()
-        for g, h in zip(groups, (H, Hkv), strict=True)
-    ]
-    options = {"q_groups": groups[0], "kv_groups": groups[1]}
-    candidates = torch.arange(35, device=case.q.device).view(7, 5) % 3 > 0
-    yield Call(api.subblock_scores, means, {**options, "form": "softmax", "half": True, "candidates": candidates})
-    yield Call(api.subblock_scores, means, {**options, "form": "lse"})
+    (B, _, H, D), device = case.q.shape, case.q.device
+    q_groups, kv_groups = (Blocks.from_sizes([1 + (3 * n + num) % 6 for n in range(num)], device) for num in (7, 5))
+    heads = ((q_groups, H), (kv_groups, case.k.shape[2]))
+    means = tuple(normal(case, B, int(x.offsets[-1]), h, D, dtype=torch.float32).detach() for x, h in heads)
+    groups = {"q_groups": q_groups, "kv_groups": kv_groups}
+    candidates = torch.arange(35, device=device).view(7, 5) % 3 > 0
+    yield Call(api.subblock_scores, means, {**groups, "half": True, "candidates": candidates})
+    yield Call(api.subblock_scores, means, {**groups, "form": "lse"})
 
 
 def _scores(case: Case) -> tuple[Tensor, Tensor, Tensor]:

@@ -146,8 +146,8 @@ subblock_scores_op.register_fake(_subblock_scores_like)
 
 
 def _subblock_flops(*shapes: Any, out_shape: Any = None, **_: Any) -> int:
-    # a softmax needs its logits twice
-    return (2 if shapes[11] else 1) * _scores_flops(*shapes[:2])
+    # `triton` computes the logits of a softmax twice
+    return _scores_flops(*shapes[:2])
 
 
 declare(Operator(name="select_topk", module=__name__, ops={"select_topk": None}))
