@@ -110,8 +110,9 @@ def test_means_of_half_precision(name, form, triton_device):
     expected = defined(*rounded, **options, form=form)
     scores = subblock_scores(*means, **options, form=form, half=True, backend="triton")
     assert error(scores, expected) < 1e-5
-    # the control: means that are not rounded
-    assert error(scores, defined(*means, **options, form=form)) > 1e-4
+    # the control: means that are not rounded; the only block has a share of 1 whatever its logits
+    if (name, form) != ("one", "softmax"):
+        assert error(scores, defined(*means, **options, form=form)) > 1e-4
 
 
 def test_a_row_without_candidates_scores_nothing(triton_device):
