@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
@@ -29,36 +30,48 @@ def keeps(crossing, before, reached, wanted):
     return {"keep": before < wanted, "drop": reached <= wanted, "exceed": before <= wanted}[crossing]
 
 
-def kept_by_definition(weights, rule, compete, first):
-    """Set of (row, column) of one head that the rule keeps; weights: rows of fractions."""
-    rows, columns = len(weights), len(weights[0])
-    cells = [(i, j) for i in range(rows) for j in range(columns) if compete[i][j]]
-    sums = [sum(weights[i][j] for j in range(columns) if compete[i][j]) for i in range(rows)]
+def kept_by_definition(heads, rule, compete, first):
+    """Set of (head, row, column) that the rule keeps; heads: rows of fractions of each head, masks: rows of all heads.
+
+    One list of candidates for everything that competes, sorted: the best of every row, then `first`, then the others.
+    """
+    rows, columns = len(heads[0]), len(heads[0][0])
+    places = [(h, i) for h in range(len(heads)) for i in range(rows)]
+    cells = [(h, i, j) for h, i in places for j in range(columns) if compete[i][j]]
+    weight = {(h, i, j): heads[h][i][j] for h, i, j in cells}
+    of_row = {place: [cell for cell in cells if cell[:2] == place] for place in places}
 
     def rank(cell):
-        i, j = cell
-        return (0 if first[i][j] else 1, -weights[i][j], i, j)
+        return not first[cell[1]][cell[2]], -weight[cell], cell
+
+    best = {min(row, key=rank) for row in of_row.values() if row}
 
     def share(cell):
-        i, j = cell
-        return weights[i][j] / (1 if rule.over == "head" else sums[i])
+        return weight[cell] / (1 if rule.over != "row" else sum(weight[c] for c in of_row[cell[:2]]))
 
-    groups = [cells] if rule.over == "head" else [[c for c in cells if c[0] == i] for i in range(rows)]
-    selection = set()
-    for group in groups:
-        order = sorted(group, key=rank)
+    groups = {"row": lambda cell: cell[:2], "head": lambda cell: cell[0], "layer": lambda cell: 0}[rule.over]
+    selection = set(best)
+    for group in {groups(cell) for cell in cells}:
+        order = sorted((c for c in cells if groups(c) == group), key=lambda cell: (cell not in best, *rank(cell)))
         if rule.topk is not None:
-            selection |= set(order[: rule.topk * (rows if rule.over == "head" else 1)])
+            selection |= set(order[: rule.topk * len({cell[:2] for cell in order})])
         if rule.top_p is not None:
-            target, total = Fraction(rule.top_p) * sum(map(share, group)), Fraction(0)
+            target, total = Fraction(rule.top_p) * sum(map(share, order)), Fraction(0)
             for cell in order:
                 before, total = total, total + share(cell)
                 if rule.top_p == 1 or keeps(rule.crossing, before, total, target):
                     selection.add(cell)
-    for i in range(rows):
-        # at least the best of each row
-        selection |= set(sorted((c for c in cells if c[0] == i), key=rank)[:1])
     return selection
+
+
+def mask_of(selection, heads):
+    """Bool `[H, rows, columns]` of a set of (head, row, column)."""
+    return torch.tensor(
+        [
+            [[(h, i, j) in selection for j in range(len(row))] for i, row in enumerate(rows)]
+            for h, rows in enumerate(heads)
+        ]
+    )
 
 
 CROSSINGS = st.sampled_from(["keep", "drop", "exceed"])
@@ -67,12 +80,12 @@ RULES = st.builds(
     topk=st.integers(1, 40),
     top_p=st.sampled_from([None, 0.125, 0.5, 0.75, 1]),
     crossing=CROSSINGS,
-    over=st.sampled_from(["row", "head"]),
+    over=st.sampled_from(["row", "head", "layer"]),
 ) | st.builds(
     RowRule,
     top_p=st.sampled_from([0.125, 0.25, 0.5, 0.625, 0.75, 0.875, 1]),
     crossing=CROSSINGS,
-    over=st.sampled_from(["row", "head"]),
+    over=st.sampled_from(["row", "head", "layer"]),
 )
 
 
@@ -90,19 +103,15 @@ def test_rules_keep_what_their_definition_keeps(problem, rule, plain):
     if plain:
         compete, first = [[True] * len(row) for row in compete], [[False] * len(row) for row in first]
         always = union = first
-    # logits; over a head shares
-    to_score = float if rule.over == "head" else math.log
+    # logits; over a head or layer shares
+    to_score = math.log if rule.over == "row" else float
     scores = torch.tensor([[[[to_score(w) for w in row] for row in head] for head in heads]], dtype=torch.float64)
     tensors = {name: torch.tensor(m) for name, m in (("always", always), ("first", first), ("union", union))}
     index = select_blocks(scores, rule, candidates=torch.tensor(compete), **({} if plain else tensors))
     actual = index.to_dense(scores.shape[-1])[0]
     free = [[c and not a for c, a in zip(*rows, strict=True)] for rows in zip(compete, always, strict=True)]
-    for head, weights in enumerate(heads):
-        expected = kept_by_definition(weights, rule, free, first)
-        expected_mask = torch.tensor(
-            [[(i, j) in expected for j in range(len(weights[0]))] for i in range(len(weights))]
-        )
-        assert torch.equal(actual[head], expected_mask | tensors["always"] | tensors["union"])
+    expected = mask_of(kept_by_definition(heads, rule, free, first), heads)
+    assert torch.equal(actual, expected | tensors["always"] | tensors["union"])
 
 
 @st.composite
@@ -135,15 +144,15 @@ def test_heads_have_shares_and_masks_of_their_own(problem, shares, crossing, top
             free = (compete & ~always)[b, h].tolist()
             nothing = [[False] * len(row) for row in rows]
             same = RowRule(topk=topk, top_p=None if topk else shares[h], crossing=crossing)
-            expected = kept_by_definition(rows, same, free, nothing)
-            expected_mask = torch.tensor([[(i, j) in expected for j in range(len(rows[0]))] for i in range(len(rows))])
-            assert torch.equal(actual[b, h], expected_mask | always[b, h])
+            expected = mask_of(kept_by_definition([rows], same, free, nothing), [rows])
+            assert torch.equal(actual[b, h], expected[0] | always[b, h])
 
 
 def test_masks_of_heads_mean_the_same_as_masks_of_all(device):
     scores = torch.randn(2, 3, 5, 9, generator=torch.Generator().manual_seed(6)).to(device)
     always, candidates = (torch.rand(5, 9, generator=torch.Generator().manual_seed(i)).to(device) < 0.4 for i in (7, 8))
-    for rule in (KeptTiles.of(4), RowRule(top_p=0.7), RowRule(topk=2, over="head"), RowRule(deviations=0.5)):
+    rules = [RowRule(topk=2, over="head"), RowRule(topk=2, over="layer"), RowRule(deviations=0.5)]
+    for rule in (KeptTiles.of(4), RowRule(top_p=0.7), *rules):
         shared = select_blocks(scores, rule, candidates=candidates, always=always)
         own = {"candidates": candidates.expand(2, 3, 5, 9), "always": always.expand(1, 3, 5, 9)}
         assert torch.equal(shared.to_dense(9), select_blocks(scores, rule, **own).to_dense(9))
@@ -170,7 +179,7 @@ def test_the_published_spellings_differ_at_the_crossing_entry():
     assert (counts[0.75], counts[0.7]) == ([2, 2, 3], [1, 2, 2])
 
 
-@pytest.mark.parametrize("over", ["row", "head"])
+@pytest.mark.parametrize("over", ["row", "head", "layer"])
 @pytest.mark.parametrize("deviations", [-0.5, 0.0, 1.0, 2.0])
 def test_deviations_keep_scores_above_the_mean(over, deviations, device):
     """Mean and deviation are those of the candidates alone."""
@@ -181,13 +190,59 @@ def test_deviations_keep_scores_above_the_mean(over, deviations, device):
         rule = RowRule(deviations=deviations, over=over)
         actual = select_blocks(scores, rule, candidates=candidates).to_dense(17)
         competing = scores.double().masked_fill(~candidates, math.nan)
-        rows = competing if over == "row" else competing.flatten(2)[:, :, None]
+        rows = {
+            "row": competing,
+            "head": competing.flatten(2)[:, :, None],
+            "layer": competing.flatten(1)[:, None, None],
+        }
+        rows = rows[over]
         mean = rows.nanmean(-1, keepdim=True)
         above = competing > mean + deviations * (rows - mean).square().nanmean(-1, keepdim=True).sqrt()
         best = competing.nan_to_num(-math.inf).argmax(-1, keepdim=True)
         assert torch.equal(actual, above | torch.zeros_like(above).scatter_(-1, best, True))
         # more deviations, fewer blocks; a row that would have none keeps its best
         assert actual.sum(-1).min() >= 1
+
+
+def test_a_budget_over_rows_is_kept_exactly(device):
+    """VSA2's N * K pairs of a head, or H * N * K of a layer, by an independent threshold: the pairs of a budget are known
+    without measuring them. A control per row keeps as many pairs, but others."""
+    shares = torch.rand(2, 3, 7, 19, generator=torch.Generator().manual_seed(5)).to(device)
+    # whole rows that lose against all others, and a head that wins
+    shares[:, :, 2] *= 1e-3
+    shares[:, 1] += 1
+    shares = shares / 2
+    rows = select_blocks(shares, RowRule(topk=4)).to_dense(19)
+    for over, dims in (("head", (2, 3)), ("layer", (1, 2, 3))):
+        mask = select_blocks(shares, RowRule(topk=1, over=over), topk=KeptTiles.of(4)).to_dense(19)
+        size = math.prod(shares.shape[d] for d in dims[:-1])
+        assert (mask.sum(dims) == size * 4).all()
+        assert (rows.sum(dims) == size * 4).all()
+        assert not torch.equal(mask, rows)
+        assert mask[:, :, 2].sum(-1).max() == 1
+        # without the best of its row, nothing that is left out is above anything that is kept
+        best = torch.zeros_like(mask).scatter_(-1, shares.argmax(-1, keepdim=True), True)
+        kept, left = shares.masked_fill(~mask | best, math.inf), shares.masked_fill(mask, -math.inf)
+        assert (kept.amin(dims) >= left.amax(dims)).all()
+        by_sample = KeptTiles((6,), samples=torch.tensor([6, 3], dtype=torch.int32, device=device))
+        counts = select_blocks(shares, RowRule(topk=1, over=over), topk=by_sample).kv_num_blocks.flatten(1).sum(1)
+        assert counts.tolist() == [21 * 6, 21 * 3]
+
+
+def test_a_schedules_count_replaces_that_of_a_rule(device):
+    scores = torch.randn(2, 2, 5, 12, generator=torch.Generator().manual_seed(4)).to(device)
+    for rule in (RowRule(topk=3), RowRule(topk=3, top_p=0.6), RowRule(topk=3, deviations=1.0)):
+        given = select_blocks(scores, replace(rule, topk=1), topk=KeptTiles.of(3))
+        assert torch.equal(given.to_dense(12), select_blocks(scores, rule).to_dense(12))
+    # a rule without a count has none to replace
+    rule = RowRule(top_p=0.6)
+    assert torch.equal(
+        select_blocks(scores, rule, topk=KeptTiles.of(12)).kv_num_blocks, select_blocks(scores, rule).kv_num_blocks
+    )
+    samples = KeptTiles((5,), samples=torch.tensor([5, 2], dtype=torch.int32, device=device))
+    both = select_blocks(scores, RowRule(topk=1, top_p=0.3), topk=samples).to_dense(12)
+    for b, k in enumerate((5, 2)):
+        assert torch.equal(both[b], select_blocks(scores[b : b + 1], RowRule(topk=k, top_p=0.3)).to_dense(12)[0])
 
 
 def test_the_union_of_two_rules_is_the_larger_count(device):
@@ -222,6 +277,7 @@ def test_scores_without_order_and_weight(device):
     for rule in (
         *shares,
         RowRule(top_p=0.9, over="head"),
+        RowRule(top_p=0.9, over="layer"),
         RowRule(deviations=1.0),
         Shares(torch.tensor([0.9], device=device)),
     ):
@@ -230,7 +286,7 @@ def test_scores_without_order_and_weight(device):
 
 def test_half_precision_scores_are_ranked_as_they_are(device):
     scores = torch.randn(1, 2, 3, 30, generator=torch.Generator().manual_seed(4)).to(device).bfloat16()
-    for rule in (RowRule(top_p=0.5), RowRule(topk=3, over="head")):
+    for rule in (RowRule(top_p=0.5), RowRule(topk=3, over="head"), RowRule(topk=3, over="layer")):
         assert torch.equal(select_blocks(scores, rule).kv_indices, select_blocks(scores.float(), rule).kv_indices)
 
 
@@ -259,8 +315,9 @@ def test_nothing_waits_for_the_device():
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        for rule in (RowRule(top_p=0.9), RowRule(topk=3, over="head"), RowRule(deviations=1.0)):
-            select_blocks(scores, rule)
+        for over in ("row", "head", "layer"):
+            for rule in (RowRule(top_p=0.9, over=over), RowRule(topk=3, over=over), RowRule(deviations=1.0, over=over)):
+                select_blocks(scores, rule)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 

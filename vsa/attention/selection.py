@@ -20,8 +20,13 @@ from vsa_kernels.selection.api import list_capacity
 from vsa.attention.kept_tiles import KeptTiles
 from vsa.settings import AtLeastOne, PositiveShare, validated
 
+Over = Literal["row", "head", "layer"]
+"""Entries that compete with each other: those of a row, of all rows of a head, or of all rows of all heads."""
+
 _UNITS = 1 << 32
 """Integer units of the shares of a head: sums of integers are exact and the same on every device."""
+_FIRST_DIM = {"row": 3, "head": 2, "layer": 1}
+"""First of the dims `[B, H, Nq, Nkv]` that compete with each other."""
 
 
 @validated
@@ -36,16 +41,19 @@ class RowRule:
             (FG-Attn, NABLA, FastVideo's BSA); drop: the largest set whose sum is at most top_p (SpargeAttn's listing,
             LongCat); exceed: the smallest set whose sum is more than top_p (SVG2).
         deviations: standard deviations above the row's mean that a kept score exceeds (Sol-Attn's beta).
-        over: row, or head: all rows of a head compete for `topk` * Nq entries (VSA2) or for `top_p` of the head's sum
-            (VMoBA), or are compared with the head's mean and deviation, so that rows may keep different numbers. Scores
-            of different rows are then compared and summed directly, so they must be shares, not logits.
+        over: row; head: all rows of a head compete for `topk` entries a row on average (VSA2) or for `top_p` of the
+            head's sum (VMoBA), or are compared with the head's mean and deviation, so that rows may keep different
+            numbers; layer: the same for all rows of all heads of a sample. The best candidate of every row is kept
+            whatever the others have; it ranks first and counts, so that `topk` * Nq entries of a head, or `topk` * H *
+            Nq of a layer, are kept exactly. Scores of different rows are compared and summed directly, so they must be
+            shares, not logits.
     """
 
     topk: AtLeastOne | None = None
     top_p: PositiveShare | None = None
     crossing: Crossing = "keep"
     deviations: float | None = None
-    over: Literal["row", "head"] = "row"
+    over: Over = "row"
 
     def __post_init__(self) -> None:
         if self.topk is None and self.top_p is None and self.deviations is None:
@@ -93,6 +101,7 @@ def select_blocks(
     scores: Tensor,
     rule: RowRule | KeptTiles | Shares,
     *,
+    topk: KeptTiles | None = None,
     candidates: Tensor | None = None,
     always: Tensor | None = None,
     first: Tensor | None = None,
@@ -101,14 +110,16 @@ def select_blocks(
 ) -> BlockIndex:
     """Block selection: the kv blocks that a rule keeps in every row, as ragged ascending lists.
 
-    Exact and deterministic: of equal scores (0.0 and -0.0 are equal) the lowest index comes first (over a head: the
-    lowest row, then index); NaN ranks below -inf and has weight 0. The selection is not differentiable and never waits
-    for the device.
+    Exact and deterministic: of equal scores (0.0 and -0.0 are equal) the lowest index comes first (over a head or
+    layer: the lowest head, then row, then index); NaN ranks below -inf and has weight 0. The selection is not
+    differentiable and never waits for the device. Over a head or layer no list has a bound that the host knows, so the
+    lists have room for Nkv blocks.
 
     Args:
-        scores: `[B, H, Nq, Nkv]` any float dtype; logits, or shares of at least 0 for a rule over the head.
+        scores: `[B, H, Nq, Nkv]` any float dtype; logits, or shares in [0, 1] for a rule over a head or layer.
         rule: number of blocks to keep: `KeptTiles` is the count of one layer or its counts by sample, `Shares` a share
             of the row per head or row.
+        topk: count that replaces that of a `RowRule` with `topk`, such as the count of a schedule.
         candidates: blocks that compete; None: all. A row without candidates lists only the blocks of the masks below.
         always: blocks that are listed whatever their score and do not compete (text).
         first: candidates that rank before all others and count towards the rule (a local window inside the budget).
@@ -122,7 +133,7 @@ def select_blocks(
     2609.32882, one budget for the rows of a head).
     """
     # a compiled block cannot construct a rule
-    count, rule, shares = _parts_of(rule)
+    count, rule, shares = _parts_of(rule, topk)
     by_head = any(mask is not None and mask.dim() == 4 for mask in (candidates, always))
     if first is None and union is None and rule.is_topk and shares is None and not by_head:
         if isinstance(count, KeptTiles):
@@ -138,29 +149,23 @@ def select_blocks(
     compete = torch.ones_like(scores[:1, :1], dtype=torch.bool) if candidates is None else candidates
     compete = compete if always is None else compete & ~always
     compete = compete.expand(*compete.shape[:2], *scores.shape[2:])
-    keys = order_keys(scores.detach())
-    lowest = torch.iinfo(keys.dtype).min
-    keys = keys.masked_fill(~compete, lowest)
-    first = torch.zeros_like(compete) if first is None else first & compete
-    # at least the best candidate is kept, one of `first` where the row has any
-    best = keys.masked_fill(first.any(-1, keepdim=True) & ~first, lowest)
-    best = best == best.amax(-1, keepdim=True)
-    rule_mask = _by_rule(scores.detach(), keys, compete, first, rule, count, shares)
-    selection = ((best & (best.cumsum(-1) == 1)) | rule_mask) & compete
+    selection = _by_rule(scores.detach(), compete, None if first is None else first & compete, rule, count, shares)
     for mask in (always, union):
         selection = selection if mask is None else selection | mask
     return BlockIndex.from_dense(selection)
 
 
 def _parts_of(
-    rule: RowRule | KeptTiles | Shares,
+    rule: RowRule | KeptTiles | Shares, topk: KeptTiles | None
 ) -> tuple[KeptTiles | int | None, RowRule, Tensor | float | None]:
     """The top-k, one number unless samples differ, the remaining rule, and the share, a tensor by head or row."""
-    if isinstance(rule, RowRule):
-        return rule.topk, rule, rule.top_p
     if isinstance(rule, Shares):
         return None, _SHARES[rule.crossing], rule.shares
-    return rule.count if rule.samples is None else rule, _TOPK, None
+    if isinstance(rule, KeptTiles):
+        rule, topk = _TOPK, rule
+    if topk is None or rule.topk is None:
+        return rule.topk, rule, rule.top_p
+    return topk.count if topk.samples is None else topk, rule, rule.top_p
 
 
 def _topk_per_sample(
@@ -184,36 +189,45 @@ def _topk_per_sample(
 
 def _by_rule(
     scores: Tensor,
-    keys: Tensor,
     compete: Tensor,
-    first: Tensor,
+    first: Tensor | None,
     rule: RowRule,
     topk: KeptTiles | int | None,
     shares: Tensor | float | None,
 ) -> Tensor:
     """Entries that the rule keeps, bool `[B, H, Nq, Nkv]`."""
-    # the rows of a head become one long row
-    groups = {"row": scores.shape[2], "head": 1}[rule.over]
-    rows_in_group = scores.shape[2] // groups
-    keys = keys.unflatten(2, (groups, -1)).flatten(3)
-    # [B|1, H|1, groups, M]
-    candidates, leading = (mask.unflatten(2, (groups, -1)).flatten(3) for mask in (compete, first))
-    selection = torch.zeros_like(keys, dtype=torch.bool)
+    keys = order_keys(scores)
+    lowest, highest = torch.iinfo(keys.dtype).min, torch.iinfo(keys.dtype).max
+    keys = keys.masked_fill(~compete, lowest)
+    # at least the best candidate is kept, one of `first` where the row has any
+    leading = keys if first is None else keys.masked_fill(first.any(-1, keepdim=True) & ~first, lowest)
+    column = torch.arange(keys.shape[-1], device=keys.device)
+    best = (column == leading.argmax(-1, keepdim=True)) & compete
+
+    def grouped(x: Tensor) -> Tensor:
+        """`[B|1, H|1, Nq, n]` with the dims that compete as the last one, of M entries."""
+        x = x.expand(-1, scores.shape[1], -1, -1) if rule.over == "layer" else x
+        return x.flatten(_FIRST_DIM[rule.over])
+
+    candidates, selection = grouped(compete), grouped(best)
     if rule.deviations is not None:
-        selection = _above(scores.unflatten(2, (groups, -1)).flatten(3), candidates, rule.deviations)
+        selection = selection | _above(grouped(scores), candidates, rule.deviations)
     if topk is not None or shares is not None:
+        # the best of every row before all others; no score has the highest key
+        keys = grouped(keys.masked_fill(best, highest))
         # stable, so that equal keys stay in ascending order of their index
         ranking = torch.sort(keys, dim=-1, descending=True, stable=True).indices
-        behind = (~leading).expand_as(keys).gather(-1, ranking).to(torch.int8)
-        ranking = ranking.gather(-1, torch.sort(behind, dim=-1, stable=True).indices)
-        slots = torch.zeros_like(selection)
+        if first is not None:
+            behind = ~grouped(first | best).expand_as(keys).gather(-1, ranking)
+            ranking = ranking.gather(-1, torch.sort(behind.to(torch.int8), dim=-1, stable=True).indices)
+        slots = torch.zeros_like(ranking, dtype=torch.bool)
         if topk is not None:
-            counts = candidates.sum(-1, keepdim=True)
             if isinstance(topk, KeptTiles):
                 assert topk.samples is not None
-                counts = counts.minimum(topk.samples.view(-1, 1, 1, 1) * rows_in_group)
-            else:
-                counts = counts.clamp(max=topk * rows_in_group)
+                topk = topk.samples.view(-1, *[1] * (keys.dim() - 1))
+            # rows without a candidate add nothing to the budget of their group
+            rows = grouped(compete.any(-1, keepdim=True)).sum(-1, keepdim=True)
+            counts = (rows * topk).minimum(candidates.sum(-1, keepdim=True))
             slots = slots | (torch.arange(keys.shape[-1], device=keys.device) < counts)
         if shares is not None:
             if isinstance(shares, Tensor):
@@ -222,16 +236,16 @@ def _by_rule(
             if rule.over == "row":
                 units = weight_units(scores, compete)
             else:
-                weights = scores.masked_fill(~compete, 0).clamp(min=0)
-                # NaN has weight 0
-                units = (weights.nan_to_num(0.0).double() * _UNITS).round().long()
-            slots = slots | within_share(units.reshape(keys.shape).gather(-1, ranking), shares, rule.crossing)
-        selection = selection | torch.zeros_like(selection).scatter_(-1, ranking, slots)
-    return selection.unflatten(3, (rows_in_group, -1)).flatten(2, 3)
+                # NaN has weight 0, inf that of a whole row
+                weights = scores.masked_fill(~compete, 0).nan_to_num(0.0).clamp(0, 1)
+                units = grouped((weights.double() * _UNITS).round().long())
+            slots = slots | within_share(units.gather(-1, ranking), shares, rule.crossing)
+        selection = selection | torch.zeros_like(slots).scatter_(-1, ranking, slots)
+    return (selection & candidates).expand_as(grouped(scores)).reshape(scores.shape)
 
 
 def _above(scores: Tensor, candidates: Tensor, deviations: float) -> Tensor:
-    """Bool mask of scores `[B, H, rows, M]` above mean + deviations * std of the row's candidates."""
+    """Bool mask of scores `[..., M]` above mean + deviations * std of the candidates."""
     values = scores.double().masked_fill(~candidates, 0)
     count = candidates.sum(-1, keepdim=True).clamp(min=1)
     mean = values.sum(-1, keepdim=True) / count
