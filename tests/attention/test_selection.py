@@ -205,8 +205,8 @@ def test_deviations_keep_scores_above_the_mean(over, deviations, device):
 
 
 def test_a_budget_over_rows_is_kept_exactly(device):
-    """VSA2's N * K pairs of a head, or H * N * K of a layer, by an independent threshold: the pairs of a budget are known
-    without measuring them. A control per row keeps as many pairs, but others."""
+    """VSA2's N * K pairs of a head, or H * N * K of a layer, by an independent threshold: the pairs of a budget are
+    known without measuring them. A control per row keeps as many pairs, but others."""
     shares = torch.rand(2, 3, 7, 19, generator=torch.Generator().manual_seed(5)).to(device)
     # whole rows that lose against all others, and a head that wins
     shares[:, :, 2] *= 1e-3

@@ -71,6 +71,11 @@ class AttentionMethod(nn.Module):
     expected_share: float = 1.0
     """Share of the kv tiles that a rule without a fixed count is expected to keep."""
 
+    @property
+    def measured(self) -> bool:
+        """Whether q and k decide how many tiles are kept, so that the pairs of a pass are known after it."""
+        return self.predicts
+
     training_free: str | None = None
     """Name of a method whose mask is a constant to the gradient; it takes gradients with `allow_training` only."""
 
@@ -196,9 +201,13 @@ class AttentionMethod(nn.Module):
         """
         raise NotImplementedError
 
-    def expected_pairs(self, layout: TileLayout) -> float:
-        """`pairs` with all tiles, or with the `expected_share` of them."""
-        return self.pairs(layout, layout.num_video_tiles * self.expected_share)
+    def expected_pairs(self, layout: TileLayout, topk: float | None = None) -> float:
+        """`pairs` with `topk` tiles; with the `expected_share` of all where there is no top-k, or where q and k decide
+        and the share is larger."""
+        share = layout.num_video_tiles * self.expected_share
+        if topk is None or not self.selects:
+            return self.pairs(layout, share)
+        return self.pairs(layout, max(topk, share) if self.measured else topk)
 
 
 def own_settings(method: type[AttentionMethod]) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ from vsa_kernels import BlockIndex
 from vsa.attention.denoising import DenoisingPass, Half
 from vsa.attention.kept_tiles import KeptTiles
 from vsa.attention.layout import TileLayout
+from vsa.attention.stats import listed_pairs
 
 Recorder = Callable[[int, dict[str, Tensor]], None]
 """Called as `recorder(layer_idx, tensors)` by methods that expose their internals; see `AttnContext.record`."""
@@ -47,6 +48,7 @@ class AttnContext:
             selects nothing runs dense attention.
         selection: the selection of an earlier pass that this one reuses, set by `layer()`.
         recorder: recorder of the layers' internals; None in the hot path.
+        listed: int64 `[layers]`, or of one layer after `layer()`, which gets the pairs of its lists, see `count`.
     """
 
     layout: TileLayout
@@ -56,6 +58,7 @@ class AttnContext:
     dense: bool = False
     selection: BlockIndex | None = None
     recorder: Recorder | None = None
+    listed: Tensor | None = None
 
     def kept(self, q: Tensor) -> int:
         """Video kv tiles that each video query tile keeps in this layer; the largest over samples where they differ.
@@ -75,7 +78,8 @@ class AttnContext:
         """The context of one layer: the top-k of all layers in a compiled block would recompile at every layer."""
         topk, now = self.topk.layer(index), self.denoising
         if now is None:
-            return replace(self, topk=topk, layer_idx=index)
+            listed = None if self.listed is None else self.listed[index]
+            return replace(self, topk=topk, layer_idx=index, listed=listed)
         dense = now.dense or index in now.dense_layers
         topk = KeptTiles((self.layout.num_video_tiles,)) if dense else topk
         ctx = replace(self, topk=topk, layer_idx=index, dense=dense)
@@ -109,11 +113,18 @@ class AttnContext:
         if self.selection is not None:
             return self.selection
         index = choose(self.topk)
+        self.count(index)
         if self.denoising is not None and self.denoising.leaders is not None:
             index = _follow(index, self.denoising.leaders)
         if self.denoising is not None and self.denoising.cache is not None:
             self.denoising.cache[self._place] = (self.topk.count, index)
         return index
+
+    def count(self, index: BlockIndex) -> None:
+        """Write the number of query-key pairs of a layer's lists `[B, H, Nq, Kmax]` to `listed`, if a pass of videos
+        alone counts them; no sum, because the backward pass may compute a layer again."""
+        if self.listed is not None:
+            self.listed.copy_(listed_pairs(index, self.layout.video_blocks, self.layout.kv_blocks))
 
     @property
     def _place(self) -> tuple[Any, ...]:

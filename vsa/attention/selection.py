@@ -222,12 +222,14 @@ def _by_rule(
             ranking = ranking.gather(-1, torch.sort(behind.to(torch.int8), dim=-1, stable=True).indices)
         slots = torch.zeros_like(ranking, dtype=torch.bool)
         if topk is not None:
+            # rows without a candidate add nothing to the budget of their group
+            budget = grouped(compete.any(-1, keepdim=True)).sum(-1, keepdim=True)
             if isinstance(topk, KeptTiles):
                 assert topk.samples is not None
-                topk = topk.samples.view(-1, *[1] * (keys.dim() - 1))
-            # rows without a candidate add nothing to the budget of their group
-            rows = grouped(compete.any(-1, keepdim=True)).sum(-1, keepdim=True)
-            counts = (rows * topk).minimum(candidates.sum(-1, keepdim=True))
+                budget = budget * topk.samples.view(-1, *[1] * (keys.dim() - 1))
+            else:
+                budget = budget * topk
+            counts = budget.minimum(candidates.sum(-1, keepdim=True))
             slots = slots | (torch.arange(keys.shape[-1], device=keys.device) < counts)
         if shares is not None:
             if isinstance(shares, Tensor):

@@ -248,7 +248,7 @@ class StagedAttention(AttentionMethod):
             total += layout.tiles[self.score_thw].num ** 2 / 2
         if self.score == "oracle":
             total += tokens**2 / 2
-        selected_tiles, tiles = max(1, topk - self._fewer(window)), layout.kv_blocks.num
+        selected_tiles, tiles = max(min(1, topk), topk - self._fewer(window)), layout.kv_blocks.num
         tile_visits = float(tokens * min(selected_tiles, tiles))
         if window is not None and self.stages == "c_f_l_e":
             tile_visits = float(sizes @ (tiles - window.tiles.sum(1)).clamp(max=selected_tiles).double())

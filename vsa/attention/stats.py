@@ -121,6 +121,14 @@ def density(index: BlockIndex, q_blocks: Blocks, kv_blocks: Blocks) -> Tensor:
     return (pairs * valid).sum((-2, -1)) / (q_sizes.sum() * kv_sizes.sum())
 
 
+def listed_pairs(index: BlockIndex, q_blocks: Blocks, kv_blocks: Blocks) -> Tensor:
+    """Query-key pairs of lists without fine masks, int64 scalar, exact; arguments as in `density`."""
+    if all(blocks.min_size == blocks.max_size for blocks in (q_blocks, kv_blocks)):
+        return index.kv_num_blocks.sum(dtype=torch.int64) * (q_blocks.max_size * kv_blocks.max_size)
+    kept = torch.where(index.to_dense(kv_blocks.num), kv_blocks.sizes, 0).sum(-1)
+    return (kept * q_blocks.sizes).sum()
+
+
 def visible_recall(
     q: Tensor, k: Tensor, index: BlockIndex, tokens: Tensor, q_blocks: Blocks, kv_blocks: Blocks
 ) -> Recall:

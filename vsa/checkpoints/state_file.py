@@ -27,7 +27,7 @@ _KIND = {
     "step": Count,
     "files": {str: str},
     "config?": dict.fromkeys(("task?", "model?", "attention?", "sparsity?", "data?", "optim?", "trainer?"), dict),
-    **dict.fromkeys(("seed?", "skipped_steps?", "skipped_in_row?"), Count),
+    **dict.fromkeys(("seed?", "skipped_steps?", "skipped_in_row?", "flops_measured?"), Count),
     "flops_total?": NonNegative,
     "without_gradient?": {str: list},
     "allowed_changes?": list,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from statistics import fmean
 from typing import Any, Literal, TypeVar
 from weakref import WeakSet
@@ -23,6 +24,7 @@ from vsa.attention.layout import Segment, TileLayout
 from vsa.attention.tiling import Grid
 from vsa.models.compute_dtype import compute_in
 from vsa.models.flops import FlopCount
+from vsa.models.pair_tally import PairTally
 from vsa.models.recompute import Level
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -58,6 +60,7 @@ class Network(nn.Module):
         after_attention: names, in a block, of what acts after self-attention, `attention_output` included.
         after_cross_attention: names, in a block, of the linear layers that level `attention` does not compute again.
         adapted_layers: endings of the names of the linear layers that LoRA adapts by default.
+        tally: counts the pairs of every pass, for attention that is `measured`; None: nothing is counted.
     """
 
     dim: int
@@ -79,6 +82,7 @@ class Network(nn.Module):
     after_attention: tuple[str, ...]
     after_cross_attention: tuple[str, ...]
     adapted_layers: tuple[str, ...]
+    tally: PairTally | None = None
 
     def velocity(
         self, x: Tensor, timestep: Tensor, text: Tensor, mask: Tensor | None, image: Tensor | None, ctx: AttnContext
@@ -171,7 +175,14 @@ class Network(nn.Module):
             # masked tokens must not affect the output, even if they hold NaN
             text = text.masked_fill(~text_mask[..., None], 0)
         ctx = AttnContext(layout=layout, topk=kept, denoising=denoising, recorder=recorder)
-        return self.velocity(x, timestep, text, text_mask, image_embeds, ctx)
+        if (tally := self.tally) is None:
+            return self.velocity(x, timestep, text, text_mask, image_embeds, ctx)
+        # a layer that selects nothing in this pass is dense
+        each = len(x) * self.num_heads * layout.num_tokens**2
+        listed = torch.full((layers,), each, dtype=torch.int64, device=x.device)
+        out = self.velocity(x, timestep, text, text_mask, image_embeds, replace(ctx, listed=listed))
+        tally.add(listed, layers * each)
+        return out
 
     def _check_inputs(
         self, x: Tensor, timestep: Tensor, text: Tensor, mask: Tensor | None, image: Tensor | None, num_tokens: int
@@ -242,6 +253,11 @@ class Network(nn.Module):
     def predicts(self) -> bool:
         """Whether q and k of a layer determine the visited tiles by another rule than a top-k."""
         return any(method.predicts for method in self.attention_layers)
+
+    @property
+    def measured(self) -> bool:
+        """Whether q and k decide in every layer how many tiles are kept, see `AttentionMethod.measured`."""
+        return all(method.measured for method in self.attention_layers)
 
     @property
     def is_dense(self) -> bool:
@@ -320,7 +336,8 @@ class Network(nn.Module):
         Args:
             latent_shape: `[C, T, H, W]`.
             topk: kv tiles per query tile, or their expected number, see `AttentionMethod.pairs`; if it changes over a
-                denoising, its largest value is counted. None: all, or what the methods expect to keep.
+                denoising, its largest value is counted. None: all, or what the methods expect to keep; 0: none, for
+                what is computed beside them.
             text_len: S.
             image_len: image tokens of image-to-video models.
             training: whether forward and backward are counted, instead of the forward only.
@@ -365,11 +382,13 @@ class Network(nn.Module):
         methods = self.attention_layers
         if topk is None:
             return [method.expected_pairs(layout) for method in methods]
+        if topk == 0:
+            return [method.pairs(layout, 0) for method in methods]
         counts = KeptTiles.of(topk).largest().by_layer(len(methods))
         # beside layers that select by a top-k, it says nothing about those with another rule
         other = self.selects
         return [
-            method.expected_pairs(layout) if other and not method.selects else method.pairs(layout, k)
+            method.expected_pairs(layout, k) if other else method.pairs(layout, k)
             for method, k in zip(methods, counts, strict=True)
         ]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
 from typing import Any, Literal, Protocol, runtime_checkable
@@ -20,6 +20,7 @@ from vsa.checkpoints.tensor_state import load_model_tensors, load_optimizer_tens
 from vsa.checkpoints.weight_files import refuse_other_tensors
 from vsa.checkpoints.weight_source import WeightSource
 from vsa.training.deadline import Deadline
+from vsa.training.measured_flops import MeasuredFlops
 
 Owner = nn.Module | torch.optim.Optimizer | Mapping[str, Tensor]
 """Owner of the tensors in a file of a checkpoint: a network, an optimizer, or tensors by name, filled in place."""
@@ -138,7 +139,8 @@ class RunStatus:
     """Shared state of the parts of a run.
 
     Attributes:
-        flops_total: executed training FLOPs.
+        flops_total: executed training FLOPs, without those of `measured`.
+        measured: FLOPs of selected tiles whose number depends on q and k.
         trained_seconds: seconds from the start of the first step to the end of the last one, without pauses.
         paused_seconds: seconds spent outside training steps.
         paused_now: whether the run is outside training steps at present.
@@ -150,6 +152,7 @@ class RunStatus:
     """
 
     flops_total: float = 0.0
+    measured: MeasuredFlops = field(default_factory=MeasuredFlops)
     trained_seconds: float = 0.0
     paused_seconds: float = 0.0
     paused_now: bool = False
@@ -174,10 +177,11 @@ class RunStatus:
             self.paused_seconds += _seconds_when_idle() - start
 
     def state_dict(self) -> Mapping[str, Any]:
-        return {"flops_total": self.flops_total}
+        return {"flops_total": self.flops_total, **self.measured.state_dict()}
 
     def load_state_dict(self, state: Any, /) -> None:
         self.flops_total = state["flops_total"]
+        self.measured.load_state_dict(state)
 
 
 def parts_of(trainer: L.Trainer) -> dict[str, Any]:

@@ -29,10 +29,11 @@ class StepFlops:
 
     Args:
         module: training module with its networks.
+        measured: whether those of selected tiles are left out where they are measured, see `MeasuredFlops`.
     """
 
-    def __init__(self, module: DiffusionModule):
-        self._module = module
+    def __init__(self, module: DiffusionModule, *, measured: bool = False):
+        self._module, self._measured = module, measured
         self._of_pass = cache(self._count)
 
     def __call__(self, batch: VideoBatch, step: int) -> FlopCount:
@@ -46,4 +47,6 @@ class StepFlops:
         self, network: Network, training: bool, shape: tuple[int, ...], topk: KeptTiles, text_len: int
     ) -> FlopCount:
         expected = expected_topk(self._module, network, topk, shape) if network.selects else None
+        if self._measured and network.measured:
+            expected = 0
         return network.flops(shape, expected, text_len, training=training)

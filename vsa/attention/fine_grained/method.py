@@ -91,6 +91,7 @@ class FineGrainedAttention(AttentionMethod):
         how: dict[str, Any] = {"q_blocks": layout.video_blocks, "kv_blocks": layout.kv_blocks}
         if training:
             attended = groups.tile_index(layout.video_blocks.num, layout.kv_blocks.num)
+            ctx.count(attended)
             out = block_sparse_attn(video, k, v, attended, **how, backend=self.backend)[0]
         else:
             out = gathered_attn(video, k, v, groups, **how, backend=self.backend)[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import lightning as L
@@ -11,6 +12,7 @@ import torch
 
 from vsa.attention.kept_tiles import KeptTiles
 from vsa.data.batch import VideoBatch
+from vsa.training.measured_flops import MeasuredFlops
 from vsa.training.modules.base import DiffusionModule
 from vsa.training.rank_times import CollectiveClock, RankTimes
 from vsa.training.run_state import RunStatus
@@ -55,7 +57,7 @@ class Throughput(L.Callback):
     _ranks: RankTimes | None = None
 
     def on_train_start(self, trainer: L.Trainer, pl_module: DiffusionModule) -> None:
-        self._flops = StepFlops(pl_module)
+        self._flops, self._measured = StepFlops(pl_module, measured=True), pl_module.status.measured.total
         self._restart(DeviceTimestamp(pl_module.device), pl_module.status)
         if trainer.world_size > 1:
             self._clock = CollectiveClock().__enter__()
@@ -72,6 +74,8 @@ class Throughput(L.Callback):
             self._clock.__exit__()
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: DiffusionModule, batch: Any, batch_idx: int) -> None:
+        networks = (network for network, *_ in pl_module.passes(trainer.global_step))
+        pl_module.status.measured.begin((n for n in networks if n.measured), pl_module.device)
         if self._ranks is not None:
             self._ranks.begins()
 
@@ -94,6 +98,7 @@ class Throughput(L.Callback):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: VideoBatch, batch_idx: int
     ) -> None:
+        pl_module.status.measured.end()
         last = (batch_idx + 1) % pl_module.accumulate == 0
         if self._ranks is not None:
             self._ranks.ends(step=last)
@@ -115,18 +120,23 @@ class Throughput(L.Callback):
         pl_module.status.flops_total += flops.executed * batch.num_slots
         if not pl_module.log_lines.due(step):
             return
+        status, flops_total = pl_module.status, {"throughput/flops_total": pl_module.status.flops_total}
+        if status.measured.used:
+            status.measured.collect(line=True)
+            pl_module.log_lines.add(partial(_measured, status.measured, flops_total.popitem()[1]), step)
+            budget = pl_module.start.config.get("flop_budget")
+            if budget is not None and status.flops_total + status.measured.read() >= budget:
+                # the number of steps was planned with the expected share of tiles
+                trainer.fit_loop.epoch_loop.max_steps = step
         now, peak = DeviceTimestamp(pl_module.device), peak_tflops(pl_module.device)
-        pl_module.log_lines.add(self._speeds(now, pl_module.status, peak, trainer.world_size), step)
-        metrics = {
-            "throughput/flops_total": pl_module.status.flops_total,
-            **sparsity_metrics(model.computed_tiles(layout, topk), layout.num_video_tiles),
-        }
+        pl_module.log_lines.add(self._speeds(now, status, peak, trainer.world_size), step)
+        metrics = {**flops_total, **sparsity_metrics(model.computed_tiles(layout, topk), layout.num_video_tiles)}
         if self._ranks is not None:
             metrics |= self._ranks.metrics(trainer)
         if peak is not None:
             metrics["throughput/memory_gib"] = torch.cuda.max_memory_allocated(pl_module.device) / 2**30
         pl_module.log_lines.add(metrics, step)
-        self._restart(now, pl_module.status)
+        self._restart(now, status)
 
     def _speeds(
         self, now: DeviceTimestamp, status: RunStatus, peak: float | None, ranks: int
@@ -136,18 +146,25 @@ class Throughput(L.Callback):
         steps, tokens, executed, dense = self._steps, self._tokens, self._executed, self._dense
 
         def speeds() -> dict[str, float]:
+            measured = status.measured.read() - self._measured
+            self._measured += measured
             seconds = max(now.seconds_since(started) - paused, 1e-9)
             metrics = {
                 "throughput/step_seconds": seconds / steps,
                 "throughput/tokens_per_second": tokens / seconds,
-                "throughput/tflops_executed": executed / seconds / 1e12,
+                "throughput/tflops_executed": (executed + measured) / seconds / 1e12,
                 "throughput/tflops_dense_equivalent": dense / seconds / 1e12,
             }
             if peak is not None:
-                metrics["throughput/mfu"] = executed / seconds / 1e12 / peak / ranks
+                metrics["throughput/mfu"] = (executed + measured) / seconds / 1e12 / peak / ranks
             return metrics
 
         return speeds
+
+
+def _measured(measured: MeasuredFlops, others: float) -> dict[str, float]:
+    """Executed FLOPs with all `others`, and the density of the lists since the last log line; waits for the device."""
+    return {"throughput/flops_total": others + measured.read(), "sparsity/measured_density": measured.density}
 
 
 def sparsity_metrics(topk: KeptTiles, num_tiles: int) -> dict[str, float]:
