@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import itertools
+import json
 import math
 import re
 import statistics
@@ -160,6 +161,20 @@ def drawing(monkeypatch: pytest.MonkeyPatch, source: Callable[[Tensor], Tensor])
 
 def evaluate(run: Path, out: Path, *options: str) -> list[str]:
     return ["evaluate", str(run), "--device", "cpu", "--out", str(out), "--steps", "1", *options]
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_methods_are_compared_on_held_out_captions(trained, tmp_path, command_line):
+    words = ["compare-attention", "--run", str(trained), "--device", "cpu", "--steps", "1", "--out", str(tmp_path)]
+    words += ["--method", "video_sparse topk=2"]
+    status, _, err = command_line(*words, "--held-out", "3")
+    assert status == 0, err
+    record = json.loads((tmp_path / "comparison.json").read_text())
+    assert [len(row["clip_psnr"]) for row in record["denoising"]] == [0, 3, 3]
+    # no more than there are
+    status, _, err = command_line(*words, "--held-out", "4000")
+    assert (status, err.count("\n")) == (1, 1)
+    assert re.search(r"--held-out 4000: .* has \d+ held-out captions, use --prompts FILE", err)
 
 
 def test_a_model_that_draws_noise_fails_and_one_that_draws_clips_passes(trained, tmp_path, monkeypatch, command_line):

@@ -43,6 +43,7 @@ def compare_attention(
         list[str] | None, option("caption to denoise with every method; may be repeated", panel=MODEL)
     ] = None,
     prompts: Annotated[Path | None, option("text file with one caption per line, or .jsonl", panel=MODEL)] = None,
+    held_out: Annotated[int, option("held-out captions of a run to denoise too", panel=MODEL, whole=(0, 4096))] = 0,
     steps: opt.Steps = None,
     guidance: opt.Guidance = None,
     flow_shift: opt.Shift = None,
@@ -69,12 +70,13 @@ def compare_attention(
         opt.Precision | None, option("dtype of q, k, v (GPU: bfloat16, CPU: float32)", panel=MEASURED)
     ] = None,
 ) -> None:
-    """Compare attention methods: density, recall, error and time on the same q, k, v, PSNR and SSIM of denoising runs.
+    """Compare attention methods: density, recall, error and time on the same q, k, v, and clips from the same noise.
 
     Queries, keys and values come from a model on clips, from a file, or from random fields with the locality of video
-    and noise. Oracle tiles have the most recall of as many tiles, not always the least error. Settings of the denoising
-    apply to the runs of all methods except dense attention. Writes comparison.html (one file, works offline), PNGs,
-    CSVs and comparison.json.
+    and noise. Oracle tiles have the most recall of as many tiles, not always the least error. Clips are compared with
+    those of dense attention: PSNR, SSIM and cosine of latents, with intervals over the prompts. Settings of the
+    denoising apply to all methods except dense attention. Writes comparison.html (one file, works offline), PNGs, CSVs
+    and comparison.json.
 
     \b
     vsa compare-attention --synthetic 8 16 16

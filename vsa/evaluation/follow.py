@@ -127,7 +127,7 @@ def evaluate_run(
     return missed
 
 
-def _held_out_prompts(config: Mapping[str, Any], count: int) -> tuple[str, ...]:
+def held_out_prompts(config: Mapping[str, Any], count: int) -> tuple[str, ...]:
     """The first captions of a run's held-out samples, empty without any."""
     check_targets(config)
     data = build(config["data"]) if count else None
@@ -145,8 +145,8 @@ def _settings(request: EvaluationRequest, checkpoint: Checkpoint, reference: str
     """
     config = checkpoint.config
     samples = (config.get("callbacks") or {}).get("samples") or {}
-    prompts = (*request.prompts, *_held_out_prompts(config, request.held_out))
-    prompts = prompts or samples.get("prompts") or _held_out_prompts(config, HELD_OUT_PROMPTS)
+    prompts = (*request.prompts, *held_out_prompts(config, request.held_out))
+    prompts = prompts or samples.get("prompts") or held_out_prompts(config, HELD_OUT_PROMPTS)
     distilled = checkpoint.state.get("step_list") is not None
     own = {"steps": None, "guidance": None} if distilled else sampling_of(config)
     overrides = {"steps": request.steps, "guidance": request.guidance, "flow_shift": request.flow_shift}

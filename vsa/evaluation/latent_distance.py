@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from vsa.evaluation.bootstrap import DRAWS, resample_counts
+
 CELLS = 4
 """Cells along each of time, height and width that latents are pooled to (fewer where the latents have fewer)."""
 
@@ -16,7 +18,7 @@ LEAST_CLIPS = 16
 """Smallest number of clips on each side for a kernel distance."""
 
 
-def kernel_distance(features: Tensor, reference: Tensor, *, draws: int = 1000) -> tuple[float, float, float]:
+def kernel_distance(features: Tensor, reference: Tensor, *, draws: int = DRAWS) -> tuple[float, float, float]:
     """Unbiased squared maximum mean discrepancy of two sets, with the kernel k(a, b) = (a b / F + 1)^3.
 
     With N features x and M features y it is the U-statistic, in float64,
@@ -49,8 +51,7 @@ def kernel_distance(features: Tensor, reference: Tensor, *, draws: int = 1000) -
         return means[0] + means[1] - 2 * ((counts[0] @ across) * counts[1]).sum(1) / (totals[0] * totals[1])
 
     generator = torch.Generator().manual_seed(0)
-    drawn = [torch.randint(len(z), (draws, len(z)), generator=generator) for z in (x, y)]
-    counts = [torch.stack([row.bincount(minlength=len(row)) for row in rows]).double() for rows in drawn]
+    counts = [resample_counts(len(z), draws, generator) for z in (x, y)]
     low, high = estimate(*counts).quantile(x.new_tensor([0.025, 0.975])).tolist()
     return estimate(x.new_ones(1, len(x)), y.new_ones(1, len(y))).item(), low, high
 

@@ -125,10 +125,15 @@ def _note(texts: Sequence[Fitted], across: float) -> Fitted:
     return fit_text(explanation, round((across - _GAP) * _LETTERS_PER_INCH), 3)
 
 
+def pick_frames(video: Tensor, frames: int) -> Tensor:
+    """At most `frames` frames of `[T, H, W, 3]`, evenly spaced from the first to the last."""
+    return video[torch.linspace(0, len(video) - 1, min(frames, len(video))).round().long()]
+
+
 def _strip(video: Tensor, frames: int) -> np.ndarray:
-    """At most `frames` frames of `[T, H, W, 3]` side by side, evenly spaced from the first to the last."""
-    picked = torch.linspace(0, len(video) - 1, min(frames, len(video))).round().long()
-    return np.concatenate([np.pad(f, ((0, 0), (0, 2), (0, 0)), constant_values=255) for f in video[picked].numpy()], 1)
+    """Some frames of `[T, H, W, 3]` side by side."""
+    picked = pick_frames(video, frames).numpy()
+    return np.concatenate([np.pad(f, ((0, 0), (0, 2), (0, 0)), constant_values=255) for f in picked], 1)
 
 
 def _strip_size(videos: Tensor, frames: int, *, frame_width: float) -> tuple[float, float]:

@@ -65,7 +65,19 @@ def test_a_run_with_clips_and_prompts(tiny_run_dir: Path, videos: Path, tmp_path
     (videos / "clip-0.txt").rename(videos / "a<i>&.txt")
     few = ["--most-clips", "2", "--repeats", "1", "--queries", "16", "--save", tmp_path / "q.safetensors"]
     plan = ["--dense-steps", "1", "--refresh", "2"]
-    run_command(compare_attention, *where, *few, *options(*METHODS), "--prompt", EVIL, "--steps", "2", *plan)
+    run_command(
+        compare_attention,
+        *where,
+        *few,
+        *options(*METHODS),
+        "--prompt",
+        EVIL,
+        "--prompt",
+        "a cat",
+        "--steps",
+        "2",
+        *plan,
+    )
     output = capsys.readouterr().out
     out = tiny_run_dir / "comparison"
     record = json.loads((out / "comparison.json").read_text())
@@ -82,7 +94,7 @@ def test_a_run_with_clips_and_prompts(tiny_run_dir: Path, videos: Path, tmp_path
     assert record["denoising_plan"] == record["sampling"]["denoising"] == {"dense_steps": 1, "refresh": 2}
     # every number of the JSON is in the CSV, every mean in the page and in the terminal
     rows = read(out / "comparison" / "rows.csv")
-    assert list(rows[0]) == list(Row.__dataclass_fields__)
+    assert list(rows[0]) == [*Row.__dataclass_fields__, "recall_p5"]
     for row, entry in zip(rows, record["rows"], strict=True):
         assert {name: "" if value is None else str(value) for name, value in entry.items()} == row
     means = {(row["captures"], row["method"]): row for row in read(out / "comparison" / "means.csv")}
@@ -101,8 +113,24 @@ def test_a_run_with_clips_and_prompts(tiny_run_dir: Path, videos: Path, tmp_path
     assert densities == pytest.approx(dict(zip(names, (1, 0.25, 0.5, 0.25, 0.75, 0.25), strict=True)))
     for title in ("Results: all", "Error against density and speed", "By layer and timestep", "Denoising runs"):
         assert title in page.texts
+    assert record["denoising"][0]["clip_psnr"] == record["denoising"][0]["clip_cosine"] == []
     for row in record["denoising"][1:]:
         assert f"{float(row['psnr']):.3g}" in page.texts
+        for name, digits in (("psnr", 3), ("cosine", 5)):
+            low, high = float(row[f"{name}_low"]), float(row[f"{name}_high"])
+            assert f"{low:.{digits}g} to {high:.{digits}g}" in page.texts
+            assert low <= float(row[name]) <= high
+            assert len(row[f"clip_{name}"]) == 2
+    # five methods whose clips differ, in the page and in the terminal
+    assert "Pairs of methods whose clips differ in error beyond the choice of prompts" in words
+    assert np.asarray(Image.open(out / "comparison" / "clips.png").convert("L")).std() > 5
+    assert "Clips" in page.texts
+    # the worst heads of a method, over all of its captures
+    for name in names:
+        heads = [head for row in record["rows"] if row["method"] == name for head in row["head_recall"]]
+        assert len(heads) == 2 * 2 * 2 * 2
+        assert float(means["all", name]["recall_p5"]) == pytest.approx(np.quantile(heads, 0.05))
+        assert float(means["all", name]["recall"]) == pytest.approx(np.mean(heads))
     # the plan stands in the page's head, over its table and over that of the terminal
     entry = "all but dense attention with dense_steps=1, refresh=2"
     assert len([text for text in page.texts if entry in text]) == 2
@@ -148,7 +176,14 @@ def test_drawn_fields_and_a_page_that_loads_nothing(tmp_path: Path, monkeypatch,
     data = tmp_path / "comparison"
     assert np.asarray(Image.open(data / "error-density-fields.png").convert("L")).std() > 5
     names = {path.name for path in data.iterdir()}
-    assert names >= {"rows.csv", "means.csv", "error.csv", "recall.csv", "error-density-fields.png", "recall-noise.png"}
+    assert names >= {
+        "rows.csv",
+        "means.csv",
+        "error.csv",
+        "recall.csv",
+        "error-density-fields.png",
+        "recall-p5-noise.png",
+    }
     text = (tmp_path / "comparison.html").read_text(encoding="utf-8")
     page = Page(text)
     # means of fields and of noise together would mean nothing
@@ -211,6 +246,8 @@ def test_without_methods_it_measures_the_usual_ones_of_the_grid(tmp_path: Path, 
         ),
         (("--run", "RUN", "--prompt", "x", "--dense-layers", "0,2"), "has layer 2, but the model's layers are 0 to 1"),
         (("--run", "RUN", "--prompt", "x", "--refresh", "0"), "--refresh 0: expected"),
+        (("--run", "RUN", "--held-out", "3"), "--held-out 3: RUN has 0 held-out captions, use --prompts FILE"),
+        (("--pipeline", "P", "--held-out", "3"), "--held-out 3: P has 0 held-out captions, use --prompts FILE"),
         (("--captures", "gone.safetensors"), "no such file of captures: gone.safetensors"),
         (("--run", "RUN", "--clips", "gone.mp4"), "no such video: gone.mp4"),
         (("--run", "RUN", "--clips", "EMPTY"), "holds no videos"),

@@ -60,6 +60,11 @@ def test_numbers_are_those_of_dense_attention_under_the_mask(grid, queries):
     some = torch.randperm(length, generator=torch.Generator().manual_seed(5))[: queries or length]
     error, size = (out - exact)[:, some], exact[:, some]
     assert row.recall == pytest.approx(float(masked_weights.sum(-1)[:, :, some].mean()), abs=1e-5)
+    heads = masked_weights.sum(-1)[:, :, some].mean(-1).flatten()
+    assert row.head_recall == pytest.approx(heads.tolist(), abs=1e-5)
+    # between the lowest of two heads and the other one
+    assert row.recall_p5 == pytest.approx(float(heads.min() + 0.05 * (heads.max() - heads.min())), abs=1e-5)
+    assert row.recall_p5 < row.recall - 1e-3
     assert row.density == row.visited == pytest.approx(float(mask.double().mean()))
     assert row.error_l1 == pytest.approx(float(error.abs().sum() / size.abs().sum()), rel=1e-4)
     assert row.error_l2 == pytest.approx(float(error.norm() / size.norm()), rel=1e-4)
@@ -132,7 +137,7 @@ def test_methods_without_a_budget():
         assert rows[name].recall == pytest.approx(float((weights * mask).sum(-1).mean()), abs=1e-5)
         assert rows[name].density == pytest.approx(float(mask.double().mean()))
     # no token is attended to
-    assert rows[names[2]].recall is None
+    assert (rows[names[2]].recall, rows[names[2]].head_recall, rows[names[2]].recall_p5) == (None, None, None)
     assert rows[names[2]].density == pytest.approx(0.25)
     assert rows[names[2]].error_l1 > 0.01
 

@@ -118,10 +118,12 @@ def test_a_method_denoises_as_the_pipeline_under_its_mask(pipe, model):
     # a frame of two
     assert (every.density, spatial.density) == (1, 0.5)
 
+    latents: list[Tensor] = []
+
     def sample() -> Tensor:
         seeds = clip_seeds(2, PROMPTS[:1]).tolist()
         with torch.no_grad():
-            return generate_videos(pipe, PROMPTS[:1], seeds=seeds, **CLIP._asdict())
+            return generate_videos(pipe, PROMPTS[:1], seeds=seeds, keep=latents.append, **CLIP._asdict())
 
     # nothing is left in the pipeline
     dense = sample()
@@ -130,6 +132,13 @@ def test_a_method_denoises_as_the_pipeline_under_its_mask(pipe, model):
     assert few.density == pytest.approx(sum(shares) / len(shares))
     assert len(shares) == CLIP.steps * 2 * 2
     assert few.psnr == pytest.approx(psnr(masked, dense), abs=0.1)
+    assert few.cosine == pytest.approx(float(F.cosine_similarity(*(x.flatten() for x in latents), dim=0)), abs=1e-3)
+    # those of which the clips are decoded
+    mean, std = (torch.tensor(pipe.vae.config[f"latents_{name}"]).view(1, -1, 1, 1, 1) for name in ("mean", "std"))
+    with torch.no_grad():
+        decoded = pipe.vae.decode(latents[0] * std + mean).sample.clamp(-1, 1)
+    pixels = ((decoded + 1) * 127.5).round().to(torch.uint8).permute(0, 2, 3, 4, 1)
+    assert psnr(pixels, dense) > 60
     # control: other tiles are other clips
     with masked_attention(GRID, TILE, 1):
         assert abs(psnr(sample(), dense) - (few.psnr or 0)) > 0.3

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
@@ -12,9 +13,9 @@ from rich.console import Console
 from tests.evaluation.comparison.conftest import row_of
 from vsa.attention.denoising import DenoisingPlan
 from vsa.evaluation.comparison import terminal
+from vsa.evaluation.comparison.agreement import Denoised
 from vsa.evaluation.comparison.figures import HEADINGS, denoising_table, result_table
 from vsa.evaluation.comparison.measure import Row
-from vsa.evaluation.comparison.model import Denoised
 from vsa.evaluation.comparison.terminal import print_results
 from vsa.pages.page import Table
 
@@ -43,6 +44,7 @@ runs = st.builds(
     seconds=numbers,
     psnr=numbers,
     ssim=st.just(0.123),
+    frames=st.just(torch.zeros(0)),
 )
 
 
@@ -72,8 +74,8 @@ def test_what_is_printed_fits_and_is_whole(rows, runs, width):
 @pytest.mark.parametrize(
     ("ms", "width", "left"),
     [
-        (0.25, 80, {"L2 error", "attention", "speed-up"}),
-        (123456.0, 80, {"L2 error", "attention", "speed-up", "prediction"}),
+        (0.25, 80, {"L2 error", "attention", "speed-up", "prediction"}),
+        (123456.0, 80, {"L2 error", "attention", "speed-up", "prediction", "recall p5"}),
         (123456.0, 200, set()),
     ],
 )

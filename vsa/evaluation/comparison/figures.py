@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
+from itertools import permutations
 from statistics import fmean
 from typing import Any
 
 import numpy as np
 
 from vsa.attention.denoising import DenoisingPlan
+from vsa.evaluation.comparison.agreement import Denoised, is_closer
 from vsa.evaluation.comparison.measure import Row
 from vsa.evaluation.comparison.methods import AS_TRAINED
-from vsa.evaluation.comparison.model import Denoised
 from vsa.pages.charts import Chart, Panel, Series
 from vsa.pages.page import Cell, Table
 
@@ -24,7 +25,8 @@ HEADINGS = [
     ("method", "name of its config, budget and settings"),
     ("kept", "kv tiles of a query tile, of how many"),
     ("density", "computed token pairs over all pairs; below: pairs in visited tiles, where fine masks make them more"),
-    ("recall", "share of the exact attention mass on the computed pairs"),
+    ("recall", "share of the exact attention mass on the computed pairs, mean over heads"),
+    ("recall p5", "its 5th percentile over the heads of all clips, layers and timesteps"),
     ("L1 error", "sum |out - exact| / sum |exact|"),
     ("L2 error", "the same with squares, under a root"),
     ("speed-up", "over dense attention, timed in turns with it"),
@@ -58,12 +60,14 @@ def is_part(group: str) -> bool:
 
 
 def means(rows: Sequence[Row]) -> list[Row]:
-    """One row a method with the means over the captures, in the order of the methods."""
+    """One row a method with the means over the captures and the heads of all, in the order of the methods."""
     mean_rows = []
     for name in dict.fromkeys(row.method for row in rows):
         some = [row for row in rows if row.method == name]
         values = {key: [v for row in some if (v := getattr(row, key)) is not None] for key in MEANT}
-        mean_rows.append(replace(some[0], **{key: fmean(v) if v else None for key, v in values.items()}))
+        numbers = {key: fmean(v) if v else None for key, v in values.items()}
+        heads = [value for row in some for value in row.head_recall or ()]
+        mean_rows.append(replace(some[0], **numbers, head_recall=heads or None))
     return mean_rows
 
 
@@ -105,30 +109,31 @@ def error_chart(rows: Sequence[Row]) -> Chart:
 
 def recall_chart(rows: Sequence[Row]) -> Chart:
     """Recall over density."""
+    over = {"mean": ("recall", "recall of the attention mass"), "p5": ("recall_p5", "5th percentile by head")}
     panels = {
-        (group,): _panel(
-            rows, means(some), "density", "recall", x_label=DENSITY, y_label="recall of the attention mass"
-        )
+        (heads, group): _panel(rows, means(some), "density", y, x_label=DENSITY, y_label=label)
         for group, some in groups(rows).items()
+        for heads, (y, label) in over.items()
     }
-    columns = ("method", "density", "recall")
+    columns = ("method", "density", "recall", "recall_p5")
     return Chart(
         key="recall",
         title="Recall of the attention mass",
-        note="Share of dense attention's exact softmax weights that lies on the computed pairs; higher is better.",
+        note="Share of dense attention's exact softmax weights that lies on the computed pairs; higher is better. "
+        "p5: the 5th percentile over the heads of all clips, layers and timesteps.",
         panels=panels,
         drawn=[key for key in panels if not is_part(key[-1])],
-        switches=("captures",),
+        switches=("heads", "captures"),
         columns=("captures", *columns),
         rows=values_by_group(rows, columns),
     )
 
 
 def denoising_chart(rows: Sequence[Denoised]) -> Chart:
-    """PSNR and SSIM over what a run costs."""
-    qualities = {"PSNR": "PSNR against dense, dB", "SSIM": "SSIM against dense"}
+    """PSNR, SSIM and cosine similarity of latents over what a run costs."""
+    qualities = {"PSNR": "PSNR against dense, dB", "SSIM": "SSIM against dense", "cosine": "cosine of latents to dense"}
     costs = {"density": ("density", DENSITY), "time": ("seconds", "seconds of sampling")}
-    columns = ("method", "density", "psnr", "ssim", "seconds")
+    columns = [field.name for field in fields(Denoised) if field.name not in ("family", "frames")]
     return Chart(
         key="denoising",
         title="Whole denoising runs",
@@ -169,8 +174,8 @@ def result_table(rows: Sequence[Row], title: str = "", note: str = "") -> Table:
     cells = []
     for row in means(rows):
         visited = "" if f"{row.visited:.3f}" == f"{row.density:.3f}" else f"visited {row.visited:.1%}"
-        texts = [share(row.recall), number(row.error_l1), number(row.error_l2), f"{row.speedup:.2f}"]
-        texts += [number(row.ms), number(row.attention_ms), number(row.prediction_ms)]
+        texts = [share(row.recall), share(row.recall_p5), number(row.error_l1), number(row.error_l2)]
+        texts += [f"{row.speedup:.2f}", number(row.ms), number(row.attention_ms), number(row.prediction_ms)]
         topk = "" if row.topk is None else f"{row.topk} of {row.tiles}"
         cells.append([_named(row, colours), topk, Cell(share(row.density), visited), *texts])
     return Table(HEADINGS, cells, title=title, note=note, marked=[0])
@@ -206,17 +211,36 @@ def denoising_table(rows: Sequence[Denoised], note: str = "") -> Table:
     headings = [
         ("method", ""),
         ("density", "computed token pairs over all pairs, mean over steps and layers, measured at half noise"),
-        ("PSNR", "of all pixels against dense attention, dB"),
+        ("PSNR", "of all pixels against dense attention, dB; below: 95% interval over the prompts"),
+        ("cosine", "similarity of latents to those of dense attention, mean over the clips; below: its interval"),
         ("SSIM", "against dense attention, mean over the clips"),
         ("seconds", "of sampling, without text encoder and codec"),
         ("speed-up", "over dense attention, each measured once"),
     ]
     cells = []
     for row in rows:
-        texts = [share(row.density), number(row.psnr), number(row.ssim), number(row.seconds)]
-        texts.append(f"{rows[0].seconds / row.seconds:.2f}")
-        cells.append([Cell(text=row.method, colour=colours[row.family]), *texts])
+        psnr = _with_interval(row.psnr, row.psnr_low, row.psnr_high)
+        cosine = _with_interval(row.cosine, row.cosine_low, row.cosine_high, digits=5)
+        texts = [number(row.ssim), number(row.seconds), f"{rows[0].seconds / row.seconds:.2f}"]
+        cells.append([Cell(row.method, colour=colours[row.family]), share(row.density), psnr, cosine, *texts])
     return Table(headings, cells, title="Denoising runs", note=note, marked=[0], long=[0])
+
+
+def order_note(rows: Sequence[Row], runs: Sequence[Denoised]) -> list[str]:
+    """How often recall and error put methods in another order than their clips do; nothing where that is not known."""
+    mean_rows = {row.method: row for row in means(rows) if row.recall is not None}
+    known = [run for run in runs[1:] if run.method in mean_rows and len(run.clip_psnr) > 1]
+    pairs = [(mean_rows[a.method], mean_rows[b.method]) for a, b in permutations(known, 2) if is_closer(a, b)]
+    if not pairs:
+        return []
+    crossed = [
+        sum(sign * getattr(better, name) < sign * getattr(worse, name) for better, worse in pairs)
+        for name, sign in (("recall", 1), ("recall_p5", 1), ("error_l1", -1))
+    ]
+    return [
+        f"Pairs of methods whose clips differ in error beyond the choice of prompts: {len(pairs)}; in the other order "
+        f"by mean recall: {crossed[0]}, by recall p5: {crossed[1]}, by L1 error: {crossed[2]}."
+    ]
 
 
 def _named(row: Row, colours: Mapping[str, int]) -> Cell:
@@ -225,9 +249,13 @@ def _named(row: Row, colours: Mapping[str, int]) -> Cell:
     return Cell(text=name, sub=settings, colour=colours[row.family])
 
 
-def number(value: float | None) -> str:
-    """Three digits, "-" for none."""
-    return "-" if value is None else f"{value:.3g}"
+def number(value: float | None, digits: int = 3) -> str:
+    """Three digits or others, "-" for none."""
+    return "-" if value is None else f"{value:.{digits}g}"
+
+
+def _with_interval(value: float | None, low: float | None, high: float | None, digits: int = 3) -> Cell:
+    return Cell(number(value, digits), "" if low is None else f"{number(low, digits)} to {number(high, digits)}")
 
 
 def share(value: float | None) -> str:

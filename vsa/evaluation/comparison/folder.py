@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from vsa.attention.denoising import DenoisingPlan
+from vsa.checkpoints.run_checkpoint import resolve_checkpoint
 from vsa.checkpoints.weight_source import is_run
 from vsa.data.codecs import WanVAE
 from vsa.errors import refuse_unwritable, usable_device
+from vsa.evaluation.comparison.agreement import SHOWN_FRAMES, Denoised
 from vsa.evaluation.comparison.captures import Captures, load_captures, save_captures
 from vsa.evaluation.comparison.figures import (
     denoising_chart,
@@ -21,6 +23,7 @@ from vsa.evaluation.comparison.figures import (
     error_chart,
     groups,
     is_part,
+    order_note,
     place_table,
     plan_text,
     recall_chart,
@@ -30,13 +33,14 @@ from vsa.evaluation.comparison.figures import (
 )
 from vsa.evaluation.comparison.measure import Row, left_out, measure
 from vsa.evaluation.comparison.methods import AS_TRAINED, Method, parse_methods
-from vsa.evaluation.comparison.model import ComparedModel, Denoised
+from vsa.evaluation.comparison.model import ComparedModel
 from vsa.evaluation.comparison.pipelines import PipelineModel
 from vsa.evaluation.comparison.runs import RunModel
 from vsa.evaluation.comparison.settings import CompareSettings
 from vsa.evaluation.comparison.synthetic import draw_captures
 from vsa.evaluation.comparison.terminal import print_results
 from vsa.evaluation.comparison.usual import usual_on
+from vsa.evaluation.follow import held_out_prompts
 from vsa.evaluation.inspection.clip import check_numbers, check_timesteps, clip_names, open_inspected
 from vsa.evaluation.record import write_record
 from vsa.files import refuse_others
@@ -44,6 +48,7 @@ from vsa.integrations.diffusers.pipeline import open_pipeline
 from vsa.pages.page import Page
 from vsa.progress import progress_bar
 from vsa.sampling.clip_folder import samples_folder
+from vsa.sampling.contact_sheet import side_by_side
 
 PAGE, DATA, RECORD = "comparison.html", "comparison", "comparison.json"
 TILE = (4, 4, 4)
@@ -61,6 +66,7 @@ def compare_attention(asked: CompareSettings) -> Path:
     Returns:
         Path of the page.
     """
+    asked = _with_held_out(asked)
     device = usable_device(asked.device)
     dtype = asked.dtype or ("float32" if torch.device(device).type == "cpu" else "bfloat16")
     out = asked.out
@@ -99,14 +105,29 @@ def compare_attention(asked: CompareSettings) -> Path:
         "sampling": sampling,
         "denoising_plan": plan.changes(),
         "methods": [asdict(method) for method in methods],
-        "rows": [asdict(row) for row in rows],
-        "denoising": [asdict(row) for row in denoised],
+        "rows": [{**asdict(row), "recall_p5": row.recall_p5} for row in rows],
+        "denoising": [{name: value for name, value in asdict(row).items() if name != "frames"} for row in denoised],
     }
     write_record(out / RECORD, record)
     print_results(rows, denoised, plan)
-    missing = [*notes, *left_out(methods, rows)]
+    missing = [*notes, *left_out(methods, rows), *order_note(rows, denoised)]
     print(*missing, sep="\n", end="\n" if missing else "")
-    return _write(out, rows, denoised, plan, facts, [*CAREFUL, *missing])
+    return _write(out, rows, denoised, asked.prompts, plan, facts, [*CAREFUL, *missing])
+
+
+def _with_held_out(asked: CompareSettings) -> CompareSettings:
+    """The settings with the captions of held-out clips among the prompts."""
+    if not asked.held_out:
+        return asked
+    captions: tuple[str, ...] = ()
+    if asked.run is not None and is_run(asked.run):
+        captions = held_out_prompts(resolve_checkpoint(asked.run).config, asked.held_out)
+    if len(captions) < asked.held_out:
+        source = asked.run or asked.pipeline
+        raise ValueError(
+            f"--held-out {asked.held_out}: {source} has {len(captions)} held-out captions, use --prompts FILE"
+        )
+    return replace(asked, prompts=[*asked.prompts, *captions])
 
 
 def _open_model(asked: CompareSettings, device: str, dtype: str) -> ComparedModel | None:
@@ -204,15 +225,16 @@ def _write(
     out: Path,
     rows: Sequence[Row],
     denoised: Sequence[Denoised],
+    prompts: Sequence[str],
     plan: DenoisingPlan,
     facts: Mapping[str, str],
     careful: Sequence[str],
 ) -> Path:
     page = Page(out / PAGE, title="Attention methods compared", facts=facts, warnings=careful, folder=DATA)
     if rows:
-        names = [field.name for field in fields(Row)]
+        names = [*(field.name for field in fields(Row)), "recall_p5"]
         page.csv("rows", names, values_of(rows, names))
-        columns = [name for name in names if name not in ("capture", "layer", "timestep")]
+        columns = [name for name in names if name not in ("capture", "layer", "timestep", "head_recall")]
         page.csv("means", ["captures", *columns], values_by_group(rows, columns))
         page.chart(error_chart(rows))
         # layers and timesteps have a separate table
@@ -224,8 +246,15 @@ def _write(
         page.chart(recall_chart(rows))
     if denoised:
         page.chart(denoising_chart(denoised))
-        note = f"The same prompts and noise with each method in place of the model's attention{plan_text(plan)}."
+        note = (
+            f"The same prompts and noise with each method in place of the model's attention{plan_text(plan)}. "
+            "Below PSNR and cosine: 95% intervals over two prompts or more, too narrow with few."
+        )
         page.table(denoising_table(denoised, note), data="denoising.csv")
+        frames = torch.stack([row.frames for row in denoised], 1)
+        columns = dict(zip(prompts, frames, strict=False))
+        sheet = side_by_side(columns, [row.method for row in denoised], out / DATA / "clips.png", frames=SHOWN_FRAMES)
+        page.picture("Clips", "The first prompts from the same noise, a row for each method.", sheet)
     if rows and (places := place_table(rows)) is not None:
         page.table(places, data="rows.csv")
     return page.write(f"Every number in {RECORD}, every figure as CSV and PNG: {DATA}/")

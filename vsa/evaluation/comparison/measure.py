@@ -10,6 +10,7 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 from vsa_kernels import BlockIndex, block_sparse_attn
@@ -43,6 +44,7 @@ class Row:
         visited: token pairs in visited tiles over all pairs.
         recall: share of the exact softmax mass on the computed pairs, averaged over sampled queries, heads and samples;
             None for methods that attend to no tokens.
+        head_recall: the recall of each head of each sample; None like `recall`.
         error_l1: sum |out - exact| / sum |exact| over the outputs of the sampled queries.
         error_l2: the same ratio of root sums of squares.
         ms: median time of the layer, prediction and attention, without projections and permutations.
@@ -63,6 +65,7 @@ class Row:
     density: float
     visited: float
     recall: float | None
+    head_recall: Sequence[float] | None
     error_l1: float
     error_l2: float
     ms: float
@@ -70,6 +73,11 @@ class Row:
     prediction_ms: float
     speedup: float
     repeats: int
+
+    @property
+    def recall_p5(self) -> float | None:
+        """5th percentile of `head_recall`, between its neighbours by linear interpolation."""
+        return None if self.head_recall is None else float(np.quantile(self.head_recall, 0.05))
 
 
 @torch.no_grad()
@@ -120,7 +128,7 @@ def measure(
     for one, (whole, alone), accuracy in zip(prepared, times, accuracies, strict=True):
         if accuracy is None:
             continue
-        recall, l1, l2 = accuracy
+        head_recall, l1, l2 = accuracy
         ms = statistics.median(whole)
         # a part of the time of the layer: noise may make it longer where it is timed alone
         attention = ms if alone is None else min(ms, statistics.median(alone))
@@ -136,7 +144,8 @@ def measure(
                 tiles=one.layout.num_video_tiles if selects else None,
                 density=one.computed.density,
                 visited=one.computed.visited,
-                recall=recall,
+                recall=None if head_recall is None else statistics.fmean(head_recall),
+                head_recall=head_recall,
                 error_l1=l1,
                 error_l2=l2,
                 ms=ms,
@@ -219,11 +228,10 @@ def _accuracy(
     qkv: tuple[Tensor, Tensor, Tensor],
     sampled: Tensor,
     progress: Callable[[int], None] | None,
-) -> list[tuple[float | None, float, float] | None]:
-    """Recall and errors of each method; None where its output and the exact one do not fit into memory together."""
+) -> list[tuple[list[float] | None, float, float] | None]:
+    """Recall by head, L1 and L2 error of each method; None where its output and the exact one exceed the memory."""
     chunks = list(_exact(qkv, sampled))
-    batch, _, heads, _ = qkv[0].shape
-    accuracies: list[tuple[float | None, float, float] | None] = []
+    accuracies: list[tuple[list[float] | None, float, float] | None] = []
     for one in prepared:
         try:
             out = one().float()
@@ -232,19 +240,21 @@ def _accuracy(
                 raise
             accuracies.append(None)
             continue
-        sums = torch.zeros(5, dtype=torch.float64, device=sampled.device)
+        sums = torch.zeros(4, dtype=torch.float64, device=sampled.device)
+        mass = 0.0
         for tokens, weights, exact in chunks:
             # the same tokens in the order of the method's layout
             own = one.layout.inverse[tokens]
             missed = out[:, own] - exact
-            covered_mass = (
-                weights if one.computed.rows is None else weights * one.computed.rows(own)[..., one.layout.inverse]
-            )
-            parts = (missed.abs(), exact.abs(), missed.square(), exact.square(), covered_mass)
+            parts = (missed.abs(), exact.abs(), missed.square(), exact.square())
             sums += torch.stack([x.sum(dtype=torch.float64) for x in parts])
-        l1, size_l1, l2, size_l2, covered_mass = sums.tolist()
-        recall = None if one.computed.rows is None else covered_mass / (batch * heads * len(sampled))
-        accuracies.append((recall, l1 / size_l1, math.sqrt(l2 / size_l2)))
+            if one.computed.rows is not None:
+                covered = weights * one.computed.rows(own)[..., one.layout.inverse]
+                # [B, H]
+                mass = mass + covered.sum((-2, -1), dtype=torch.float64)
+        l1, size_l1, l2, size_l2 = sums.tolist()
+        head_recall = (mass / len(sampled)).flatten().tolist() if isinstance(mass, Tensor) else None
+        accuracies.append((head_recall, l1 / size_l1, math.sqrt(l2 / size_l2)))
         if progress is not None:
             progress(1)
     return accuracies

@@ -4,41 +4,17 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from vsa.attention.denoising import DenoisingPlan
 from vsa.attention.tiling import Grid
+from vsa.evaluation.comparison.agreement import Denoised, Sampled, agreement, first_frames
 from vsa.evaluation.comparison.captures import Capture, Captures, Keep
 from vsa.evaluation.comparison.methods import Method
 from vsa.evaluation.comparison.settings import CompareSettings
 from vsa.evaluation.inspection.clip import Clip
-from vsa.evaluation.video_metrics import psnr, ssim
-
-
-@dataclass(frozen=True, kw_only=True)
-class Denoised:
-    """Result of a method in a denoising run.
-
-    Args:
-        method: label of the method.
-        family: label without the budget.
-        density: computed token pairs over all pairs, averaged over steps and layers; in a run, layers that are not
-            dense are measured in a forward at half noise.
-        psnr: PSNR of all pixels against the dense run in dB; None for the dense run, inf for equal clips.
-        ssim: SSIM against the dense run, averaged over the clips; None for the dense run.
-        seconds: time of the sampling of all clips, without text encoder and codec.
-    """
-
-    method: str
-    family: str
-    density: float
-    psnr: float | None
-    ssim: float | None
-    seconds: float
 
 
 class ComparedModel(ABC):
@@ -79,8 +55,8 @@ class ComparedModel(ABC):
     @abstractmethod
     def sample(
         self, method: Method, prompts: Sequence[str], plan: DenoisingPlan | None, progress: Callable[[int], None]
-    ) -> tuple[Tensor, float, float]:
-        """Sample clips with a method: uint8 `[N, T, H, W, 3]`, its density, and the seconds of the sampling.
+    ) -> Sampled:
+        """Sample clips with a method.
 
         Methods are training-free: they use the model's weights without its own gates, and gates of a method at their
         initial values. A trained method is the model as it is.
@@ -162,15 +138,19 @@ class ComparedModel(ABC):
             progress: function called after every sampler step with the number of clips it advanced.
         """
         rows: list[Denoised] = []
-        reference: Tensor | None = None
+        dense: Sampled | None = None
         for method in methods:
-            video, density, seconds = self.sample(method, prompts, plan if rows else None, progress)
-            likeness: dict[str, float | None] = {"psnr": None, "ssim": None}
-            if reference is None:
-                reference = video
-            else:
-                likeness["psnr"] = psnr(video, reference)
-                likeness["ssim"] = sum(map(ssim, video, reference)) / len(video)
-            row = Denoised(method=method.label, family=method.family, density=density, seconds=seconds, **likeness)
-            rows.append(row)
+            clips = self.sample(method, prompts, plan if rows else None, progress)
+            numbers = {} if dense is None else agreement(clips, dense)
+            dense = dense or clips
+            rows.append(
+                Denoised(
+                    method=method.label,
+                    family=method.family,
+                    density=clips.density,
+                    seconds=clips.seconds,
+                    frames=first_frames(clips.videos),
+                    **numbers,
+                )
+            )
         return rows

@@ -24,6 +24,7 @@ from vsa.data.clip_rules import clip_size
 from vsa.data.codecs import WanVAE
 from vsa.diffusion.flow_matching import TIMESTEP_SCALE, add_noise, noise_like
 from vsa.diffusion.latent_statistics import LatentStatistics
+from vsa.evaluation.comparison.agreement import Sampled
 from vsa.evaluation.comparison.captures import Keep, Watched
 from vsa.evaluation.comparison.computed import computed_pairs
 from vsa.evaluation.comparison.methods import Method
@@ -108,15 +109,17 @@ class PipelineModel(ComparedModel):
 
     def sample(
         self, method: Method, prompts: Sequence[str], plan: DenoisingPlan | None, progress: Callable[[int], None]
-    ) -> tuple[Tensor, float, float]:
+    ) -> Sampled:
         followed = (plan or DenoisingPlan()).for_method(selects=method.selects, predicts=method.predicts)
         budget = {"topk": method.topk, "sparsity": method.sparsity, "denoising": followed}
         models, seeds = transformers(self.pipe), clip_seeds(self.seed, prompts).tolist()
-        densities, clock = _Densities(), _Clock()
+        densities, clock, latents = _Densities(), _Clock(), []
         with clock.of(models), attending(models, partial(_watched, method, densities), **budget):
-            video = generate_videos(self.pipe, prompts, seeds=seeds, progress=progress, **self.settings._asdict())
+            videos = generate_videos(
+                self.pipe, prompts, seeds=seeds, progress=progress, keep=latents.append, **self.settings._asdict()
+            )
         # seconds of the passes of the transformers, without what measuring the densities takes
-        return video, fmean(densities.calls), clock.seconds - densities.seconds
+        return Sampled(videos, torch.cat(latents), fmean(densities.calls), clock.seconds - densities.seconds)
 
     def sampling(self) -> Mapping[str, Any]:
         weights = f"diffusers, {transformers(self.pipe)[0].dtype}".replace("torch.", "")

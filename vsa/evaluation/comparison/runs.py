@@ -16,6 +16,7 @@ from vsa.attention.sparsity import ConstantSparsity
 from vsa.checkpoints.run_checkpoint import resolve_checkpoint
 from vsa.checkpoints.weight_source import is_run
 from vsa.evaluation.attention_map import denoise_once
+from vsa.evaluation.comparison.agreement import Sampled
 from vsa.evaluation.comparison.captures import Keep, Watched
 from vsa.evaluation.comparison.computed import computed_pairs
 from vsa.evaluation.comparison.methods import AS_TRAINED, Method
@@ -90,7 +91,7 @@ class RunModel(ComparedModel):
 
     def sample(
         self, method: Method, prompts: Sequence[str], plan: DenoisingPlan | None, progress: Callable[[int], None]
-    ) -> tuple[Tensor, float, float]:
+    ) -> Sampled:
         run, settings = self.run, self.settings
         model = run.model if method.trained else run.model.with_attention(method.make)
         layout = model.layout_for(settings.latent_shape, run.device)
@@ -99,16 +100,17 @@ class RunModel(ComparedModel):
             topk = followed.constant((method.kept(layout),), layout.num_video_tiles)
             settings = replace(settings, topk=topk, denoising=followed)
         seeds = clip_seeds(settings.seed, prompts)
-        videos, seconds = [], 0.0
+        batches, seconds = [], 0.0
         for start in range(0, len(prompts), settings.batch_size):
             part = slice(start, start + settings.batch_size)
             begin = seconds_now(run.device)
-            latents = sample_latents(model, run.text_encoder, prompts[part], seeds[part], settings, progress)
+            batches.append(sample_latents(model, run.text_encoder, prompts[part], seeds[part], settings, progress))
             seconds += seconds_now(run.device) - begin
-            if plan is None and start == 0:
-                self._clean = latents[:1]
-            videos.append(decode_latents(run.codec, latents, run.statistics))
-        return torch.cat(videos), self._density(model, prompts[0], settings), seconds
+        latents = torch.cat(batches)
+        if plan is None:
+            self._clean = latents[:1]
+        videos = decode_latents(run.codec, latents, run.statistics)
+        return Sampled(videos, latents, self._density(model, prompts[0], settings), seconds)
 
     def sampling(self) -> Mapping[str, Any]:
         return settings_dict(self.settings, self.run)

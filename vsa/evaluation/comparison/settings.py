@@ -31,6 +31,7 @@ class CompareSettings:
         timesteps: timesteps to capture, in [0, 1000].
         most_clips: maximum number of videos of a folder to use.
         prompts: captions of clips to denoise with each method.
+        held_out: number of captions of held-out clips of a run to denoise besides `prompts`.
         steps: sampler steps; None: as the run samples.
         guidance: guidance scale; None: as the run samples.
         flow_shift: flow shift; None: as the run samples. Required for a dense export.
@@ -66,6 +67,7 @@ class CompareSettings:
     timesteps: Sequence[float] = (900.0, 500.0, 100.0)
     most_clips: int = 2
     prompts: Sequence[str] = ()
+    held_out: int = 0
     steps: int | None = None
     guidance: float | None = None
     flow_shift: float | None = None
@@ -89,14 +91,14 @@ class CompareSettings:
         given = [name for name, value in sources.items() if value is not None]
         if len(given) != 1:
             raise ValueError(f"expected one of {', '.join(sources)}, got {', '.join(given) or 'none'}")
-        model = self.run or alone
-        if model is not None and self.clips is None and not self.prompts:
+        model, denoises = self.run or alone, bool(self.prompts or self.held_out)
+        if model is not None and self.clips is None and not denoises:
             raise ValueError(f"{given[0]} {model} needs --clips to capture q, k, v of, or --prompt to denoise, or both")
-        if model is None and (self.clips is not None or self.prompts):
+        if model is None and (self.clips is not None or denoises):
             raise ValueError("--clips and --prompt need a model: set --run or --pipeline")
         if alone is not None and self.weights is not None:
             raise ValueError(f"--weights {self.weights} applies to runs only, got --pipeline {alone}")
-        if self.denoising and not self.prompts:
+        if self.denoising and not denoises:
             option = next(iter(self.denoising)).replace("_", "-")
             raise ValueError(f"--{option} applies to denoising only: set --prompt")
         if self.save is not None and self.save.exists():

@@ -10,9 +10,9 @@ from rich.markup import escape
 from rich.table import Table as Printed
 
 from vsa.attention.denoising import DenoisingPlan
+from vsa.evaluation.comparison.agreement import Denoised
 from vsa.evaluation.comparison.figures import denoising_table, groups, is_part, plan_text, result_table
 from vsa.evaluation.comparison.measure import Row
-from vsa.evaluation.comparison.model import Denoised
 from vsa.pages.page import Table
 from vsa.streams import visible
 
@@ -22,7 +22,7 @@ BETWEEN = 3
 """Columns between two numbers."""
 EDGES = 2
 """Columns left of the first and right of the last."""
-SPARED = ("L2 error", "attention", "speed-up", "prediction", "kept", "seconds", "density", "recall", "SSIM")
+SPARED = ("L2 error", "attention", "speed-up", "prediction", "recall p5", "kept", "seconds", "density", "recall")
 """Headings that a narrow terminal leaves to the page, the first one first."""
 
 

@@ -222,6 +222,7 @@ def generate_videos(
     negative_prompt: str = "",
     batch_size: int = 1,
     progress: Callable[[int], None] | None = None,
+    keep: Callable[[Tensor], None] | None = None,
 ) -> Tensor:
     """Videos for prompts; a clip depends on its prompt, its seed and the settings.
 
@@ -236,6 +237,7 @@ def generate_videos(
         negative_prompt: caption of the unconditional pass.
         batch_size: clips sampled together; changes them only by rounding.
         progress: function called after every step with the number of clips it advanced; N * steps in all.
+        keep: function called with the normalised latents `[B, C, t, h, w]` of each batch of clips.
 
     Returns:
         uint8 `[N, T, H, W, 3]`.
@@ -255,6 +257,8 @@ def generate_videos(
         def on_step(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any], num_clips: int = len(texts)) -> dict:
             if progress is not None:
                 progress(num_clips)
+            if keep is not None and step == steps - 1:
+                keep(tensors["latents"])
             return tensors
 
         result = pipe(
