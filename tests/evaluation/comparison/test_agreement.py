@@ -13,7 +13,7 @@ import torch
 
 from tests.evaluation.comparison.conftest import row_of
 from vsa.attention.denoising import DenoisingPlan
-from vsa.evaluation.comparison.agreement import Denoised, Sampled, agreement, first_frames, is_closer
+from vsa.evaluation.comparison.agreement import Denoised, Sampled, is_closer, numbers_of
 from vsa.evaluation.comparison.figures import denoising_table, order_note
 from vsa.evaluation.comparison.methods import parse_methods
 from vsa.evaluation.comparison.runs import RunModel
@@ -49,7 +49,7 @@ def test_dense_against_dense_is_exact_and_a_damaged_method_is_not(tiny_run_dir: 
     # control: the same attention from other noise
     clips = model.sample(full, PROMPTS, None, lambda _: None)
     model.settings = replace(model.settings, seed=6)
-    other = agreement(model.sample(full, PROMPTS, None, lambda _: None), clips)
+    other = numbers_of(model.sample(full, PROMPTS, None, lambda _: None), clips)
     assert other["psnr"] < random.psnr
     assert max(other["clip_cosine"]) < random.cosine
 
@@ -61,7 +61,7 @@ def test_numbers_are_those_of_their_definitions():
     # one clip is equal
     videos[0, 1], latents[0, 1] = videos[1, 1], latents[1, 1]
     ours, dense = (Sampled(v, z, 1.0, 1.0) for v, z in zip(videos, latents, strict=True))
-    numbers = agreement(ours, dense)
+    numbers = numbers_of(ours, dense)
     a, b = videos.double().numpy()
     errors = ((a - b) ** 2).mean((1, 2, 3, 4)) / 255**2
     with np.errstate(divide="ignore"):
@@ -81,9 +81,11 @@ def test_numbers_are_those_of_their_definitions():
         np.quantile(cosines[picked].mean(1), [0.025, 0.975]).tolist(), abs=0.03
     )
     # one clip has no interval
-    single = agreement(*(Sampled(v[:1], z[:1], 1.0, 1.0) for v, z in zip(videos, latents, strict=True)))
+    single = numbers_of(*(Sampled(v[:1], z[:1], 1.0, 1.0) for v, z in zip(videos, latents, strict=True)))
     assert single.keys() == numbers.keys() - {f"{name}_{end}" for name in ("psnr", "cosine") for end in ("low", "high")}
-    assert first_frames(videos[0]).shape == (3, 4, 8, 8, 3)
+    # three clips, four frames from the first to the last
+    assert torch.equal(numbers["frames"], videos[0, :3, [0, 1, 3, 4]])
+    assert numbers_of(ours, None).keys() == {"density", "seconds", "frames"}
 
 
 def run_of(method: str, clip_psnr: list[float], **values: Any) -> Denoised:

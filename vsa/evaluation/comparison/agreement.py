@@ -76,26 +76,22 @@ class Denoised:
     clip_cosine: Sequence[float] = ()
 
 
-def agreement(clips: Sampled, dense: Sampled) -> dict[str, Any]:
-    """The numbers of a `Denoised` that compare clips with those of dense attention."""
+def numbers_of(clips: Sampled, dense: Sampled | None) -> dict[str, Any]:
+    """The numbers and frames of a `Denoised`: of its clips, and of those compared with the ones of dense attention."""
+    frames = torch.stack([pick_frames(video, SHOWN_FRAMES) for video in clips.videos[:SHOWN_PROMPTS]])
+    numbers: dict[str, Any] = {"density": clips.density, "seconds": clips.seconds, "frames": frames}
+    if dense is None:
+        return numbers
     clip_psnr = [psnr(*pair) for pair in zip(clips.videos, dense.videos, strict=True)]
     clip_cosine = [_cosine(*pair) for pair in zip(clips.latents, dense.latents, strict=True)]
     # a mean of decibels would be infinite with one equal clip
     errors = _errors(clip_psnr)
-    numbers: dict[str, Any] = {
-        "psnr": _decibels(fmean(errors)),
-        "cosine": fmean(clip_cosine),
-        "ssim": fmean(map(ssim, clips.videos, dense.videos)),
-    }
     if len(errors) > 1:
         numbers["psnr_high"], numbers["psnr_low"] = map(_decibels, mean_interval(errors))
         numbers["cosine_low"], numbers["cosine_high"] = mean_interval(clip_cosine)
+    numbers |= {"psnr": _decibels(fmean(errors)), "cosine": fmean(clip_cosine)}
+    numbers["ssim"] = fmean(map(ssim, clips.videos, dense.videos))
     return {**numbers, "clip_psnr": clip_psnr, "clip_cosine": clip_cosine}
-
-
-def first_frames(videos: Tensor) -> Tensor:
-    """The `frames` of a `Denoised`."""
-    return torch.stack([pick_frames(video, SHOWN_FRAMES) for video in videos[:SHOWN_PROMPTS]])
 
 
 def is_closer(first: Denoised, second: Denoised) -> bool:

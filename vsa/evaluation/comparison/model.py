@@ -10,7 +10,7 @@ import torch
 
 from vsa.attention.denoising import DenoisingPlan
 from vsa.attention.tiling import Grid
-from vsa.evaluation.comparison.agreement import Denoised, Sampled, agreement, first_frames
+from vsa.evaluation.comparison.agreement import Denoised, Sampled, numbers_of
 from vsa.evaluation.comparison.captures import Capture, Captures, Keep
 from vsa.evaluation.comparison.methods import Method
 from vsa.evaluation.comparison.settings import CompareSettings
@@ -141,16 +141,6 @@ class ComparedModel(ABC):
         dense: Sampled | None = None
         for method in methods:
             clips = self.sample(method, prompts, plan if rows else None, progress)
-            numbers = {} if dense is None else agreement(clips, dense)
+            rows.append(Denoised(method=method.label, family=method.family, **numbers_of(clips, dense)))
             dense = dense or clips
-            rows.append(
-                Denoised(
-                    method=method.label,
-                    family=method.family,
-                    density=clips.density,
-                    seconds=clips.seconds,
-                    frames=first_frames(clips.videos),
-                    **numbers,
-                )
-            )
         return rows
