@@ -422,8 +422,17 @@ def test_one_tile_is_refused(training, dense, no_memory):
     with pytest.raises(ValueError, match=r"attention.tile_thw=\[2, 8, 8\] makes one tile of the largest latents"):
         training(*FINETUNE, f"init_from={dense}", "attention.tile_thw=[2,8,8]")
     # and where the tiles that are selected are whole, whatever those of the queries
-    with pytest.raises(ValueError, match="makes one tile of the largest latents"):
+    with pytest.raises(ValueError, match=r"attention.kv_tile_thw=\[2, 8, 8\] makes one tile of the largest latents"):
         training(*FINETUNE, f"init_from={dense}", "attention=staged", "attention.kv_tile_thw=[2,8,8]")
+    # a curve has runs of tokens
+    curve = (
+        "attention=dynamic_hilbert",
+        "~attention.tile_thw",
+        "attention.tokens=128",
+        "attention.allow_training=true",
+    )
+    with pytest.raises(ValueError, match=r"attention.tokens=128 makes one tile of the largest latents"):
+        training(*FINETUNE[:2], f"init_from={dense}", *curve)
 
 
 def test_no_start_is_refused(training, no_memory):

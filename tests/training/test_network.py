@@ -145,6 +145,12 @@ def test_a_run_with_one_described_layer_is_not_exported_as_dense(training, monke
         assert source.sparse
 
 
+def test_a_network_that_cannot_compile_its_blocks_is_refused(training):
+    with pytest.raises(ValueError, match=r"task.parallel.compile=true: TinyNetwork cannot compile its blocks"):
+        training(TINY, "task.parallel.compile=true", "run=refused")
+    assert not training.folder("refused").exists()
+
+
 def test_another_network_has_no_export(training, tmp_path):
     training(TINY, "trainer.max_steps=1")
     with pytest.raises(ValueError, match="TinyNetwork has no counterpart in WanTransformer3DModel"):

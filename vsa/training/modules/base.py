@@ -148,6 +148,8 @@ class DiffusionModule(L.LightningModule):
 
     def check_start(self, model: Network, data: PlanDataModule, size: JobSize) -> None:
         """Refuse data and settings that do not fit the model, before the model is allocated; see `refuse_misfit`."""
+        if self.parallel.compile and type(model).compile_blocks is Network.compile_blocks:
+            raise ValueError(f"task.parallel.compile=true: {type(model).__name__} cannot compile its blocks")
         refuse_misfit(model, self.sparsity, data, size)
 
     def configure_model(self) -> None:

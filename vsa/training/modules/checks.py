@@ -52,9 +52,13 @@ def refuse_misfit(model: Network, sparsity: SparsitySchedule, data: Any, size: J
     tiles = max(model.layout_for(shape).num_video_tiles for shape in shapes)
     if tiles == 1 and model.selects:
         largest = max(shapes, key=lambda shape: math.prod(shape[1:]))
+        method = next(method for method in model.attention_layers if method.selects)
+        # kv tiles as large as those of the queries are named as theirs; runs along a curve have tokens
+        settings = {getattr(method, name, None): name for name in ("kv_tile_thw", "tile_thw", "tokens")}
+        tile, name = next((tile, name) for tile, name in settings.items() if tile is not None)
         raise ValueError(
-            f"attention.tile_thw={list(model.layout_for(largest).tile_thw or ())} makes one tile of the largest "
-            f"latents, {largest}: there is nothing to select"
+            f"attention.{name}={[*tile] if isinstance(tile, tuple) else tile} makes one tile of the largest latents, "
+            f"{largest}: there is nothing to select"
         )
     # attention that selects no tiles ignores the top-k
     sparsity.check(tiles if model.selects else 1, len(model.blocks))
