@@ -23,15 +23,18 @@ SIZES = {"dim": 16, "num_heads": 2, "head_dim": 8, "layer_idx": 0}
 BLOCKS = {"q_tokens": 16, "kv_tokens": 8, "allow_training": True}
 # options of each config, beside none
 OPTIONS = {
-    "video_sparse": [{"fine_gate": False}, {"gate_init": "model"}],
+    "video_sparse": [{"fine_gate": False}, {"gate_init": "model"}, {"score": "subblock_lse"}, {"score": "mass"}],
     "staged": [
         *({"stages": stages, "window_thw": (1, 1, 3)} for stages in ("c_f", "f", "l", "c_f_l", "c_fl", "c_f_l_e")),
-        *({"stages": "f", "score": score} for score in ("mass", "oracle", "subblock_lse", "random")),
+        *({"stages": "f", "score": score} for score in ("mass", "oracle", "subblock_softmax", "random")),
         *({"stages": "c_f", "pooling": pooling} for pooling in ("max", "conv")),
         {"stages": "f", "pool_thw": (1, 2, 2)},
         {"stages": "f", "partition": "hilbert_run", "kv_tile_thw": (2, 2, 1), "score": "mass"},
     ],
-    "pooled_tail": [{"order": order, "score": score} for order in (1, 2) for score in ("mean", "mass", "subblock_lse")],
+    "pooled_tail": [
+        *({"order": order, "score": score} for order in (1, 2) for score in ("mean", "mass", "subblock_softmax")),
+        {"score": "subblock_lse"},
+    ],
     "fine_grained": [{**BLOCKS, "order": order, "top_p": p} for order in ("raster", "hilbert") for p in (0.2, 0.9)]
     + [{**BLOCKS, "attended": "tile", "merge": "consecutive"}],
     "dynamic_hilbert": [

@@ -77,7 +77,7 @@ def test_stages(stages):
         {"pool_thw": (1, 1, 2), "pooled_map": "logits"},
         {"kv_tile_thw": (1, 2, 2)},
         {"score": "mass"},
-        {"score": "subblock_lse", "score_thw": (1, 2, 1)},
+        {"score": "subblock_softmax", "score_thw": (1, 2, 1)},
     ],
     ids=str,
 )

@@ -17,6 +17,7 @@ from vsa.attention.layout import Segment
 from vsa.attention.pooled_tail import PooledTail
 from vsa.attention.selection import select_blocks
 from vsa.attention.staged import StagedAttention
+from vsa.attention.video_sparse import VideoSparseAttention
 
 SIZES = {"dim": 8, "num_heads": 2, "head_dim": 4}
 GRIDS = [(4, 8, 8), (3, 5, 7)]
@@ -28,13 +29,14 @@ TILES = {
     "of logits": {"tile_thw": (2, 4, 4), "pool_thw": (2, 2, 2), "pooled_map": "logits"},
     "128 rows a list": {"tile_thw": (2, 4, 2), "kv_tile_thw": (2, 2, 2), "pool_thw": (2, 2, 2)},
     "three sizes": {"tile_thw": (4, 4, 4), "kv_tile_thw": (2, 2, 4), "pool_thw": (1, 2, 2)},
-    "sub-blocks": {"tile_thw": (2, 4, 4), "score": "subblock_lse", "score_thw": (2, 2, 1)},
+    "sub-blocks": {"tile_thw": (2, 4, 4), "score": "subblock_softmax", "score_thw": (2, 2, 1)},
     "sub-blocks 64x16": {
         "tile_thw": (2, 4, 4),
         "kv_tile_thw": (2, 4, 2),
-        "score": "subblock_lse",
+        "score": "subblock_softmax",
         "score_thw": (1, 2, 2),
     },
+    "sub-blocks in one pass": {"tile_thw": (2, 4, 4), "score": "subblock_lse", "score_thw": (2, 2, 1)},
     "mass": {"tile_thw": (2, 2, 4), "score": "mass"},
     "mass 64x16": {"tile_thw": (2, 4, 4), "kv_tile_thw": (1, 4, 2), "score": "mass"},
     "oracle": {"tile_thw": (2, 2, 4), "score": "oracle"},
@@ -61,17 +63,19 @@ def scores_of(q, k, members, *, score, pooled_map, score_members):
     if score == "mass":
         logits = q @ means(k, fine_kv).transpose(-1, -2) * scale + fine_kv.sum(1).log()
         return means(logits.softmax(-1), fine_q)
-    small_q, small_kv = (score_members,) * 2 if score == "subblock_lse" else (members["pool_q"], members["pool_kv"])
+    subs = score.startswith("subblock")
+    small_q, small_kv = (score_members,) * 2 if subs else (members["pool_q"], members["pool_kv"])
     cells = means(q, small_q) @ means(k, small_kv).transpose(-1, -2) * scale
-    if score == "subblock_lse":
-        cells = (cells + small_kv.sum(1).log()).softmax(-1)
+    if subs:
+        cells = cells + small_kv.sum(1).log()
+        cells = cells.exp() if score == "subblock_lse" else cells.softmax(-1)
     elif pooled_map == "probabilities":
         cells = cells.softmax(-1)
     # which small tiles lie in which tile
     rows = (fine_q.double() @ small_q.double().T > 0).double()
     columns = (fine_kv.double() @ small_kv.double().T > 0).double()
     sums = rows @ cells @ columns.T / rows.sum(1, keepdim=True)
-    return sums if score == "subblock_lse" else sums / columns.sum(1)
+    return sums if subs else sums / columns.sum(1)
 
 
 def oracle(
@@ -153,6 +157,58 @@ def test_tiles_of_several_sizes_are_a_dense_mask(name, grid):
         assert method.pairs(layout, topk) == coarse + pairs / 2 + int(mask[0, 0].sum())
 
 
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+@pytest.mark.parametrize("name", ["sub-blocks", "sub-blocks in one pass", "mass", "oracle"])
+def test_video_sparse_attention_has_the_scores_too(name, grid):
+    """Its coarse output has the means whatever the score."""
+    options, tensors = TILES[name], tensors_of(grid)
+    method = VideoSparseAttention(**SIZES, **options).double()
+    layout = method.layout([Segment(grid)])
+    leaves = [x.clone().requires_grad_() for x in tensors]
+    q, k, v, *gates = (layout.permute(x) for x in leaves)
+    extra = dict(zip(("gate_fine", "gate_compress"), gates, strict=True))
+    seen = {}
+    ctx = AttnContext(layout=layout, topk=KeptTiles.of(3))
+    out = layout.unpermute(method.attend_combine(q, k, v, extra, ctx))
+    recording = AttnContext(layout=layout, topk=KeptTiles.of(3), recorder=lambda _, found: seen.update(found))
+    assert torch.equal(out, layout.unpermute(method.attend_combine(q, k, v, extra, recording)))
+    members = members_by_name(grid, options)
+    subs = members_of(grid, options["score_thw"]) if "score_thw" in options else None
+    gates = dict(zip(("fine", "compress"), leaves[3:], strict=True))
+    expected, mask = oracle(*leaves[:3], gates, 3, members, score=options["score"], score_members=subs)
+    for ours, theirs in zip((out, *grads_of(out, leaves)), (expected, *grads_of(expected, leaves)), strict=True):
+        assert torch.allclose(ours, theirs, atol=1e-12)
+    assert not torch.allclose(out, oracle(*leaves[:3], gates, 3, members)[0], atol=1e-3)
+    best = seen["scores"].topk(3, dim=-1).indices.sort(-1).values
+    assert torch.equal(best, seen["kv_indices"][..., :3].long())
+    if grid == (4, 8, 8):
+        score = {"mass": 256 * len(members["kv"]), "oracle": 256**2}.get(name, 0 if subs is None else len(subs) ** 2)
+        assert method.pairs(layout, 3) == layout.num_blocks**2 + score / 2 + int(mask[0, 0].sum())
+
+
+@pytest.mark.parametrize("score", ["subblock_softmax", "subblock_lse"])
+def test_sub_blocks_rank_the_tiles_of_rows_with_text(score):
+    """The video's rows of a layout alone, whose lists have the text's tiles besides."""
+    grid, row = (2, 4, 6), [Segment((1, 1, 5), "text"), Segment((2, 4, 6)), Segment((2, 2, 2), sample=1)]
+    method = VideoSparseAttention(**SIZES, tile_thw=(2, 2, 2), score=score, score_thw=(1, 2, 1)).double()
+    generator, lists = torch.Generator().manual_seed(2), {}
+    q, k, v = torch.randn(3, 1, 5 + 48 + 8, 2, 4, generator=generator, dtype=torch.float64)
+    for name, segments, some in (("row", row, slice(None)), ("alone", [Segment(grid)], slice(5, 53))):
+        layout = method.layout(segments)
+        ctx = AttnContext(layout=layout, topk=KeptTiles.of(2), recorder=lambda _, t, name=name: lists.update({name: t}))
+        method.attend(*(layout.permute(x[:, some]) for x in (q, k, v)), ctx)
+    alone = lists["alone"]["kv_indices"][..., :2]
+    listed = lists["row"]["kv_indices"][:, :, :6]
+    assert (lists["row"]["kv_num_blocks"][:, :, :6] == 3).all()
+    assert torch.equal(listed[..., 1:3] - 1, alone)
+    assert (listed[..., 0] == 0).all()
+    ctx = AttnContext(layout=method.layout(row), topk=KeptTiles.of(2))
+    for other in ("mass", "oracle", "random"):
+        method.score = other
+        with pytest.raises(ValueError, match=f"score={other} takes rows of one video"):
+            method.attend(q, k, v, ctx)
+
+
 @pytest.mark.parametrize("grid", [(4, 4, 4), (3, 5, 7)], ids=str)
 def test_all_kv_tiles_are_dense_attention(grid):
     tensors = tensors_of(grid)
@@ -228,7 +284,7 @@ def test_a_window_counts_the_larger_tiles(kv_tile):
 def test_sub_blocks_rank_the_tiles_of_a_pooled_tail(monkeypatch):
     grid, topk, calls = (4, 4, 6), 3, []
     tensors = tensors_of(grid)
-    method = PooledTail(**SIZES, tile_thw=(2, 2, 2), score="subblock_lse", score_thw=(1, 2, 2))
+    method = PooledTail(**SIZES, tile_thw=(2, 2, 2), score="subblock_softmax", score_thw=(1, 2, 2))
     layout = method.layout([Segment(grid)])
     q, k, v = (layout.permute(x) for x in tensors[:3])
     monkeypatch.setattr(
@@ -239,7 +295,7 @@ def test_sub_blocks_rank_the_tiles_of_a_pooled_tail(monkeypatch):
     expected = scores_of(
         *(x.transpose(1, 2) for x in tensors[:2]),
         members,
-        score="subblock_lse",
+        score="subblock_softmax",
         pooled_map="",
         score_members=members_of(grid, (1, 2, 2)),
     )
@@ -256,7 +312,7 @@ def test_sub_blocks_rank_the_tiles_of_a_pooled_tail(monkeypatch):
         ({"kv_tile_thw": (3, 4, 2)}, r"tiles must divide each other along every axis, got \(4, 4, 4\) and \(3, 4, 2\)"),
         ({"pool_thw": (4, 8, 8)}, r"pool_thw=\[4, 8, 8\] must divide tile_thw=\[4, 4, 4\]"),
         ({"kv_tile_thw": (2, 4, 2), "pool_thw": (4, 4, 4)}, r"pool_thw=.* must divide kv_tile_thw=\[2, 4, 2\]"),
-        ({"score": "subblock_lse", "score_thw": (3, 2, 2)}, r"score_thw=\[3, 2, 2\] must divide tile_thw"),
+        ({"score": "subblock_softmax", "score_thw": (3, 2, 2)}, r"score_thw=\[3, 2, 2\] must divide tile_thw"),
         ({"kv_tile_thw": (0, 4, 2)}, r"kv_tile_thw=\[0,4,2\]: expected"),
         ({"partition": "hilbert_run", "stages": "c_fl"}, "stages=c_fl needs partition=cube"),
         ({"partition": "raster_run", "pooling": "conv"}, "pooling=conv needs partition=cube, got raster_run"),

@@ -95,7 +95,7 @@ def test_any_number_of_ranks_writes_the_checkpoint_of_one(written, name):
         assert len(checkpoint.groups[group]) == world
     # one process writes what it always has, in a schema that older versions read
     state = json.loads((checkpoint.path / "state.json").read_text())
-    assert state["schema"] == (2 if world == 1 else 3)
+    assert state["schema"] == (4 if world == 1 else 5)
     if world == 1:
         return
     # every byte once, and no rank most of them

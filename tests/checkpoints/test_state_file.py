@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.states import rewrite_state, write_older_state
+from vsa.checkpoints import state_file
 from vsa.checkpoints.run_checkpoint import latest_checkpoint, read_checkpoint, write_checkpoint
 
 STATE = {
@@ -54,6 +55,19 @@ def test_no_changed_or_missing_byte_passes(pair):
     assert latest_checkpoint(newer.parent).path == newer
 
 
+def test_the_renamed_score_of_an_earlier_schema_has_its_new_name(tmp_path, monkeypatch):
+    node = {"score": "subblock_lse", "score_thw": [2, 2, 2]}
+    config = {"attention": node, "task": {"fake_score_attention": {**node, "score": "mean"}, "attentions": [node]}}
+    found = []
+    for schema in (state_file.SCHEMA, 2):
+        monkeypatch.setattr(state_file, "SCHEMA", schema)
+        path = write_checkpoint(tmp_path / str(schema), {"model": {"w": torch.ones(3)}}, {"step": 6, "config": config})
+        found.append(read_checkpoint(path).state["config"])
+    renamed = {**node, "score": "subblock_softmax"}
+    assert found[0] == config
+    assert found[1] == {"attention": renamed, "task": {**config["task"], "attentions": [renamed]}}
+
+
 def test_a_lost_digest_is_damage_and_the_first_schema_has_none(pair):
     newer = pair[1]
     state = json.loads((newer / "state.json").read_text())
@@ -65,7 +79,7 @@ def test_a_lost_digest_is_damage_and_the_first_schema_has_none(pair):
     # a digest that does not fit is one that was made for something else
     rewrite_state(newer)
     text = (newer / "state.json").read_text()
-    (newer / "state.json").write_text(text.replace('"schema": 2', '"schema": 1'))
+    (newer / "state.json").write_text(text.replace('"schema": 4', '"schema": 1'))
     assert refusal(newer).endswith("state.json does not match its digest")
 
 

@@ -201,8 +201,14 @@ def test_gates_without_their_file_are_refused(tmp_path):
 
 def test_exports_that_cannot_be_written_down_are_refused(tmp_path):
     model = random_sparse()
-    sparse = config_of(model)
+    sparse, ranked = config_of(model), random_sparse()
+    for method in ranked.attention_layers:
+        method.score = "subblock_lse"
     cases = [
+        (
+            lambda: export_pretrained(ranked, tmp_path / "a", sparse=sparse),
+            "describes video_sparse of score=mean, the model has score=subblock_lse",
+        ),
         (lambda: export_pretrained(model, tmp_path / "a", sparse=None), "the model has gates"),
         (
             lambda: export_pretrained(ours(), tmp_path / "a", sparse=sparse),

@@ -23,7 +23,7 @@ METHODS = {
         StagedAttention, tile_thw=(2, 2, 2), stages="c_f_l_e", pooling="conv", window_thw=(1, 2, 1)
     ),
     "three sizes": partial(StagedAttention, tile_thw=(2, 4, 4), kv_tile_thw=(2, 2, 4), pool_thw=(1, 2, 2)),
-    "sub-blocks": partial(PooledTail, tile_thw=(2, 2, 2), score="subblock_lse", score_thw=(1, 2, 2)),
+    "sub-blocks": partial(PooledTail, tile_thw=(2, 2, 2), score="subblock_softmax", score_thw=(1, 2, 2)),
     "mass": partial(StagedAttention, tile_thw=(2, 2, 2), score="mass"),
     "second order": partial(PooledTail, tile_thw=(2, 2, 2), score="mass", order=2),
     "groups": partial(GroupedAttention, groups=[(1, "all", "all"), ("all", 1, 1)]),

@@ -55,7 +55,7 @@ METHODS = [
         "attention.kv_tile_thw=[1,2,2]",
         "attention.pooling=conv",
         "attention.conv_sharing=none",
-        "attention.score=subblock_lse",
+        "attention.score=subblock_softmax",
         "attention.score_thw=[1,1,2]",
     ),
     ("attention=staged", "attention.pool_thw=[1,2,2]", "attention.score=mean"),

@@ -2,22 +2,25 @@
 
 With mean queries qm and keys km of tiles, n_j tokens of kv tile j, s = 1/sqrt(D), a query tile i of tokens a:
 
-    mean           s qm_i km_j; with smaller tiles in the coarse stage, the mean over their cells of this or its softmax
-    subblock_lse   mean over sub-blocks u of i of  exp(lse over sub-blocks w of j - lse over all w), both lse of
-                   s qm_u km_w + ln n_w
-    mass           mean over tokens a of i of  softmax_j(s q_a km_j + ln n_j)
+    mean               s qm_i km_j; with smaller tiles in the coarse stage, the mean over their cells of this or of its
+                       softmax
+    subblock_softmax   mean over sub-blocks u of i of  sum over sub-blocks w of j of  softmax_w(s qm_u km_w + ln n_w)
+    subblock_lse       logsumexp over u of i and w of j of  s qm_u km_w + ln n_w
+    mass               mean over tokens a of i of  softmax_j(s q_a km_j + ln n_j)
 
-    oracle         mean over tokens a of i of  sum over tokens b of j of  softmax_b(s q_a k_b)
-    random         numbers in [0, 1) that do not depend on q and k
+    oracle             mean over tokens a of i of  sum over tokens b of j of  softmax_b(s q_a k_b)
+    random             numbers in [0, 1) that do not depend on q and k
 
-subblock_lse and mass estimate the share of a query tile's attention mass that falls on a kv tile, one from smaller
-tiles, the other from every query. oracle is that share, at the cost of dense attention: no selection of as many tiles
-per row holds more mass. That bounds the recall of other scores, not their error: beside a pooled tail a tile of large
-mass and equal keys need not be exact. random shows what any selection reaches.
+subblock_softmax and mass estimate the share of a query tile's attention mass that falls on a kv tile, one from smaller
+tiles, the other from every query. subblock_lse needs one pass where a softmax needs two, and follows the sub-blocks of
+large logits. oracle is the share, at the cost of dense attention: no selection of as many tiles per row holds more
+mass. That bounds the recall of other scores, not their error: beside a pooled tail a tile of large mass and equal keys
+need not be exact. random shows what any selection reaches.
 
-Source: mean is VSA's (arXiv 2505.13389). For full tiles subblock_lse ranks like the routers of VSA2 (arXiv 2609.32882)
-and DFSAttn, which average or sum the softmax over the cells of a tile; in ragged tiles a sub-block counts by its number
-of tokens, and DFSAttn's own treatment is an option of `subblock_scores`. The score mass is ours. SVG-EAR (arXiv
+Source: mean is VSA's (arXiv 2505.13389). For full tiles subblock_softmax ranks like the routers of VSA2 (arXiv
+2609.32882) and DFSAttn, which average or sum the softmax over the cells of a tile; in ragged tiles a sub-block counts
+by its number of tokens, and DFSAttn's own treatment is an option of `subblock_scores`. subblock_lse is the sub-block
+router of SGLang (sgl-project/sglang#34148), with ln n for ragged tiles. The score mass is ours. SVG-EAR (arXiv
 2603.08982) ranks by the estimated error of what stands for a skipped tile, which is not implemented.
 
 B batch, L tokens, Nq / Nkv query / kv tiles, H / Hkv heads, D head dim.
@@ -33,14 +36,13 @@ import vsa_kernels as kernels
 from torch import Tensor
 from vsa_kernels import block_mean_pool
 from vsa_kernels.block_index import Blocks, by_block
+from vsa_kernels.selection import Form
 
 from vsa.attention import stats
 from vsa.attention.layout import TileLayout
 from vsa.attention.tiling import Grid
 
-Score = Literal["mean", "subblock_lse", "mass"]
-BoundScore = Literal["oracle", "random"]
-"""Scores for comparisons: the most mass that as many tiles can hold, and chance."""
+Score = Literal["mean", "subblock_softmax", "subblock_lse", "mass", "oracle", "random"]
 Ragged = Literal["weighted", "masked", "zeros"]
 """Treatment of short and missing sub-blocks, see `subblock_scores`."""
 
@@ -63,8 +65,10 @@ def with_damage_first(scores: Tensor | None, k: Tensor, v: Tensor, layout: TileL
     return scores.masked_fill(~damage.isfinite().mT, math.inf)
 
 
-def subblock_scores(q: Tensor, k: Tensor, layout: TileLayout, sub_thw: Grid, ragged: Ragged = "weighted") -> Tensor:
-    """Scores `subblock_lse` of the video tiles with sub-blocks of `sub_thw` tokens; text columns are 0.
+def subblock_scores(
+    q: Tensor, k: Tensor, layout: TileLayout, sub_thw: Grid, ragged: Ragged = "weighted", *, form: Form = "softmax"
+) -> Tensor:
+    """Scores `subblock_softmax` or `subblock_lse` of the video tiles; text columns are 0 or -inf.
 
     Args:
         q, k: tile-major `[B, L, H, D]`, `[B, L, Hkv, D]`.
@@ -73,6 +77,7 @@ def subblock_scores(q: Tensor, k: Tensor, layout: TileLayout, sub_thw: Grid, rag
         ragged: weighted (as above, a sub-block counts by its number of tokens), masked (every existing sub-block counts
             once) or zeros (tiles are padded with zero tokens, which shrink the means and take part; DFSAttn's code).
             The three agree where tiles are full.
+        form: softmax or lse.
 
     Returns:
         `[B, H, Nv, Nkv]`, at least fp32; rows are the video query tiles.
@@ -89,6 +94,7 @@ def subblock_scores(q: Tensor, k: Tensor, layout: TileLayout, sub_thw: Grid, rag
         *(q_mean, k_mean),
         q_groups=q_groups,
         kv_groups=kv_groups,
+        form=form,
         weights=subs.sizes.to(q_mean.dtype) if ragged == "weighted" else None,
         candidates=parts.candidates,
         half=q.dtype.itemsize == 2,

@@ -21,7 +21,6 @@ one, C = H * D model width.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -29,37 +28,23 @@ from torch import Tensor, nn
 from vsa_kernels import BlockIndex, block_sparse_attn
 from vsa_kernels.coarse_fine import combine
 
-from vsa.attention.base import AttentionMethod
 from vsa.attention.context import AttnContext
 from vsa.attention.dense import dense_attn
 from vsa.attention.kept_tiles import KeptTiles
-from vsa.attention.layout import BlockOrder, Partition, TileLayout
+from vsa.attention.layout import TileLayout
 from vsa.attention.pooling import ConvSharing, Pooling, make_pools, pool_modules
-from vsa.attention.scores import (
-    BoundScore,
-    Score,
-    map_scores,
-    mass_scores,
-    oracle_scores,
-    per_head,
-    random_scores,
-    sub_blocks,
-    subblock_scores,
-    tile_logits,
-    tiles_inside,
-    with_damage_first,
-)
+from vsa.attention.scores import map_scores, per_head, tiles_inside, with_damage_first
+from vsa.attention.selecting import SelectingAttention, Tile, grid_of
 from vsa.attention.selection import select_blocks
 from vsa.attention.tiling import Grid, chain_of, refuse_no_divisor
 from vsa.attention.window import Edge, Window, tile_window
-from vsa.settings import AtLeastOne, Seed, validated
+from vsa.settings import validated
 
 Stages = Literal["l", "f", "c_l", "c_f", "c_f_l", "c_f_l_e", "c_fl"]
-Tile = tuple[AtLeastOne, AtLeastOne, AtLeastOne]
 
 
 @validated
-class StagedAttention(AttentionMethod):
+class StagedAttention(SelectingAttention):
     """Any combination of VSA's stages with a fixed local window, for rows of one video.
 
     Args:
@@ -71,13 +56,7 @@ class StagedAttention(AttentionMethod):
             `kv_tile_thw`.
         pooled_map: map that is averaged where tiles of the coarse stage are smaller: probabilities (its softmax) or
             logits. The paper says "predicted attention map".
-        score: score that ranks the tiles: mean, subblock_lse or mass, see `vsa.attention.scores`; the coarse output
-            always uses the means. For comparisons: oracle (exact mass, at the cost of dense attention: the most recall,
-            not the least error) and random.
-        score_seed: seed of the score random; layers always differ.
-        score_thw: tokens per sub-block of subblock_lse; divides both tiles.
         partition: cube or a kind of runs, see `TileLayout`; a window and conv pooling need cubes.
-        block_order: nested or raster, see `TileLayout`.
         window_thw: tiles of the window along time, height, width around the query's tile; counted in the larger tile
             where query and kv tiles differ.
         window_edge: clamp (the window is shifted inside the grid and always whole) or truncate (the part outside is
@@ -93,7 +72,7 @@ class StagedAttention(AttentionMethod):
         gate_init: identity (coarse 0, fine 1, window 0 next to selected tiles; conv pooling starts as the mean) or
             model (weights as the model initialises its linear layers, biases as in identity).
         backend: backend of the fine stages; None chooses by device.
-        **layer: see `AttentionMethod`.
+        **layer: see `SelectingAttention`; the coarse output has the means whatever the score.
 
     Source: VSA (arXiv 2505.13389), Table 1(b), experiments 7 to 13, 1(c), 1(d) and 1(e).
     """
@@ -102,15 +81,9 @@ class StagedAttention(AttentionMethod):
         self,
         *,
         stages: Stages = "c_f",
-        tile_thw: Tile = (4, 4, 4),
         kv_tile_thw: Tile | None = None,
         pool_thw: Tile | None = None,
         pooled_map: Literal["probabilities", "logits"] = "probabilities",
-        score: Score | BoundScore = "mean",
-        score_seed: Seed = 0,
-        score_thw: Tile = (2, 2, 2),
-        partition: Partition = "cube",
-        block_order: BlockOrder = "nested",
         window_thw: Tile = (3, 3, 3),
         window_edge: Edge = "clamp",
         window_budget: Literal["union", "within"] = "union",
@@ -124,19 +97,15 @@ class StagedAttention(AttentionMethod):
     ):
         super().__init__(**layer)
         self.stages: Stages = stages
-        self.tile_thw: Grid = _grid(tile_thw)
-        self.kv_tile_thw: Grid = self.tile_thw if kv_tile_thw is None else _grid(kv_tile_thw)
-        self.q_pool = self.tile_thw if pool_thw is None else _grid(pool_thw)
-        self.kv_pool = self.kv_tile_thw if pool_thw is None else _grid(pool_thw)
-        self.pooled_map, self.score, self.score_seed = pooled_map, score, score_seed
-        self.partition: Partition = partition
-        self.block_order: BlockOrder = block_order
-        self.window_thw: Grid = _grid(window_thw)
+        self.kv_tile_thw: Grid = self.tile_thw if kv_tile_thw is None else grid_of(kv_tile_thw)
+        self.q_pool = self.tile_thw if pool_thw is None else grid_of(pool_thw)
+        self.kv_pool = self.kv_tile_thw if pool_thw is None else grid_of(pool_thw)
+        self.pooled_map = pooled_map
+        self.window_thw: Grid = grid_of(window_thw)
         self.window_edge: Edge = window_edge
         self.window_budget = window_budget
         self.gate_init, self.backend = gate_init, backend
         self.has_coarse, self.selects, self.has_window = "c" in stages, "f" in stages, "l" in stages
-        self.score_thw: Grid | None = _grid(score_thw) if self.selects and score == "subblock_lse" else None
         self._check_tiles(pool=pool_thw, conv=pooling == "conv")
         starts = {"compress": 0.0} if self.has_coarse else {}
         if fine_gate:
@@ -146,7 +115,7 @@ class StagedAttention(AttentionMethod):
         self._gate_starts = starts
         self.gates = nn.ModuleDict({f"to_gate_{name}": nn.Linear(self.dim, self.dim) for name in starts})
         self.pool: nn.ModuleDict | None = None
-        if self.has_coarse or (self.selects and score == "mean"):
+        if self.has_coarse or (self.selects and self.score == "mean"):
             tiles = {"q": self.q_pool, "k": self.kv_pool, "v": self.kv_pool}
             self.pool = make_pools(pooling, tiles, self.head_dim, self.num_heads, conv_sharing)
         self.reset_extra_parameters()
@@ -165,9 +134,8 @@ class StagedAttention(AttentionMethod):
                 pool.start_as_mean()
 
     def tiling(self) -> dict[str, Any]:
-        more = [tile for tile in (self.q_pool, self.kv_pool, self.score_thw) if tile is not None]
-        own = {"tile_thw": self.tile_thw, "kv_tile_thw": self.kv_tile_thw, "more_tiles": more}
-        return own | {"partition": self.partition, "block_order": self.block_order}
+        more = [tile for tile in (self.q_pool, self.kv_pool, self.sub_thw) if tile is not None]
+        return super().tiling() | {"kv_tile_thw": self.kv_tile_thw, "more_tiles": more}
 
     def project(self, x: Tensor) -> dict[str, Tensor]:
         """Gates `[B, L, H, D]` from x `[B, L, C]`."""
@@ -194,7 +162,7 @@ class StagedAttention(AttentionMethod):
             index = BlockIndex.from_dense(q.new_ones(1, 1, layout.blocks.num, layout.kv_blocks.num, dtype=torch.bool))
         elif self.selects:
             ctx.kept(q)
-            scores = ranked = self._scores(q, k, logits, layout) if ctx.ranks else None
+            scores = ranked = self._ranked(q, k, logits, layout) if ctx.ranks else None
             index = ctx.select(lambda topk: self._select(with_damage_first(ranked, k, v, layout), topk, window))
             parts["fine"] = self._fine(q, k, v, layout, index)
         if window is not None and self.stages != "c_fl":
@@ -242,12 +210,7 @@ class StagedAttention(AttentionMethod):
         local = 0.0 if window is None else float(sizes @ window.tiles.double() @ kv_sizes)
         if not self.selects:
             return total + local
-        if self.score == "mass":
-            total += tokens * layout.kv_blocks.num / 2
-        if self.score_thw is not None:
-            total += layout.tiles[self.score_thw].num ** 2 / 2
-        if self.score == "oracle":
-            total += tokens**2 / 2
+        total += self.score_pairs(layout)
         selected_tiles, tiles = max(min(1, topk), topk - self._fewer(window)), layout.kv_blocks.num
         tile_visits = float(tokens * min(selected_tiles, tiles))
         if window is not None and self.stages == "c_f_l_e":
@@ -257,16 +220,10 @@ class StagedAttention(AttentionMethod):
             return total + (selected if self.window_budget == "within" else min(selected + local, tokens**2))
         return total + local + selected
 
-    def _scores(self, q: Tensor, k: Tensor, logits: Tensor | None, layout: TileLayout) -> Tensor:
+    def _ranked(self, q: Tensor, k: Tensor, logits: Tensor | None, layout: TileLayout) -> Tensor:
         """Scores `[B, H, Nq, Nkv]`; `mean` uses the logits `[B, H, Np, Np']` of the coarse stage."""
-        if self.score == "mass":
-            return mass_scores(tile_logits(q.detach(), k.detach(), layout.kv_blocks), layout)
-        if self.score_thw is not None:
-            return subblock_scores(q, k, layout, self.score_thw)
-        if self.score == "oracle":
-            return oracle_scores(q, k, layout)
-        if self.score == "random":
-            return random_scores(q, layout, self.score_seed * 1009 + self.layer_idx)
+        if self.score != "mean":
+            return self.scores(q, k, layout)
         assert logits is not None
         return map_scores(logits, layout, self.q_pool, self.kv_pool, self.pooled_map)
 
@@ -275,10 +232,9 @@ class StagedAttention(AttentionMethod):
         same = (self.q_pool, self.kv_pool) == (layout.tile_thw, layout.kv_tile_thw)
         if scores is None:
             return logits if same else None
-        if self.score == "random":
-            return None
-        shares = self.score != "mean" or not (same or self.pooled_map == "logits")
-        return scores.log() if shares else scores
+        if self.score != "mean":
+            return self.map_logits(scores)
+        return scores if same or self.pooled_map == "logits" else scores.log()
 
     def _select(self, scores: Tensor, topk: KeptTiles, window: Window | None) -> BlockIndex:
         topk = topk.less(self._fewer(window))
@@ -309,24 +265,18 @@ class StagedAttention(AttentionMethod):
             pool.prepare(layout)
         for small, large in ((self.q_pool, self.tile_thw), (self.kv_pool, self.kv_tile_thw)):
             layout.derive(tiles_inside, small, large)
-        if self.score_thw is not None:
-            layout.derive(sub_blocks, self.score_thw)
 
     def _check_tiles(self, *, pool: Tile | None, conv: bool) -> None:
         larger = {"tile_thw": self.tile_thw, "kv_tile_thw": self.kv_tile_thw}
         if pool is not None:
             refuse_no_divisor("pool_thw", self.q_pool, **larger)
-        if self.score_thw is not None:
-            refuse_no_divisor("score_thw", self.score_thw, **larger)
-        tiles = (*larger.values(), self.q_pool, self.kv_pool, self.score_thw)
+        if self.sub_thw is not None:
+            refuse_no_divisor("score_thw", self.sub_thw, **larger)
+        tiles = (*larger.values(), self.q_pool, self.kv_pool, self.sub_thw)
         chain_of(tile for tile in tiles if tile is not None)
         if self.partition != "cube" and (self.has_window or conv):
             what = f"stages={self.stages}" if self.has_window else "pooling=conv"
             raise ValueError(f"{what} needs partition=cube, got {self.partition}: its tiles have no grid positions")
-
-
-def _grid(tile: Sequence[int]) -> Grid:
-    return tile[0], tile[1], tile[2]
 
 
 def _coarse(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

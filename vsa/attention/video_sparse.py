@@ -4,7 +4,8 @@ B batch, L query tokens, S kv tokens, H heads, D head dim, Nq / Nkv query / kv t
 
     scores = mean_tile(q) mean_tile(k)^T / sqrt(D)
     coarse = softmax(scores) mean_tile(v)                       one row per query tile
-    fine   = softmax(q k^T / sqrt(D)) v                         over the tokens of the top-k tiles of `scores`
+    fine   = softmax(q k^T / sqrt(D)) v                         over the tokens of the top-k tiles of `scores`, or of
+                                                                another score of `vsa.attention.scores`
     out    = G_c * coarse + G_f * fine                          gates: linear in the block's hidden states
 
 The selection is a constant to the gradient. Means are over the existing tokens of a tile, and every tile counts as one
@@ -22,28 +23,25 @@ from torch import Tensor, nn
 from vsa_kernels import block_sparse_attn
 from vsa_kernels.coarse_fine import coarse_attn, coarse_fine_attn, combine
 
-from vsa.attention.base import AttentionMethod
 from vsa.attention.context import AttnContext
 from vsa.attention.dense import dense_attn_per_sample, dense_index, text_attn
-from vsa.attention.layout import BlockOrder, Partition, TileLayout
+from vsa.attention.layout import TileLayout
 from vsa.attention.scores import with_damage_first
+from vsa.attention.selecting import SelectingAttention
 from vsa.attention.selection import select_blocks
-from vsa.settings import AtLeastOne, validated
+from vsa.settings import validated
 
 Backend = Literal["reference", "gather", "triton", "cudnn"]
 
 
 @validated
-class VideoSparseAttention(AttentionMethod):
+class VideoSparseAttention(SelectingAttention):
     """VSA as self-attention of a layer, with gates on the coarse and the fine output.
 
     Text and cond tokens have no coarse output and attend densely to their sample; every video token attends to them in
     addition to the selected tiles. If all tiles are kept, the fine stage is dense attention.
 
     Args:
-        tile_thw: tokens per tile along time, height, width; the paper's best is (4, 4, 4).
-        partition: cube or a kind of runs, see `TileLayout`.
-        block_order: nested or raster, see `TileLayout`.
         fine_gate: whether the fine output has a gate (off for finetuning); the coarse output always has one.
         gate_init: initial gates: identity (G_c = 0 and G_f = 1 for any input, so that a layer starts as plain sparse
             attention) or model (weights as the model initialises its linear layers; biases 0 for the coarse and 1 for
@@ -51,17 +49,12 @@ class VideoSparseAttention(AttentionMethod):
             initialisation from scratch.
         backend: backend of `coarse_fine_attn`; None chooses by device, never cudnn, whose results differ in their
             last bits from run to run.
-        **layer: see `AttentionMethod`; dim is num_heads * head_dim.
+        **layer: see `SelectingAttention`; dim is num_heads * head_dim, and the paper's best tile_thw is (4, 4, 4).
     """
-
-    selects = True
 
     def __init__(
         self,
         *,
-        tile_thw: tuple[AtLeastOne, AtLeastOne, AtLeastOne] = (4, 4, 4),
-        partition: Partition = "cube",
-        block_order: BlockOrder = "nested",
         fine_gate: bool = True,
         gate_init: Literal["identity", "model"] = "identity",
         backend: Backend | None = None,
@@ -71,9 +64,6 @@ class VideoSparseAttention(AttentionMethod):
         dim = self.dim
         if dim != self.num_heads * self.head_dim:
             raise ValueError(f"dim must be num_heads * head_dim, got {dim} and {self.num_heads} * {self.head_dim}")
-        self.tile_thw = tuple(tile_thw)
-        self.partition: Partition = partition
-        self.block_order: BlockOrder = block_order
         self.gate_init = gate_init
         self.backend = backend
         self.to_gate_compress = nn.Linear(dim, dim)
@@ -93,9 +83,6 @@ class VideoSparseAttention(AttentionMethod):
             if self.gate_init == "identity":
                 nn.init.zeros_(gate.weight)
 
-    def tiling(self) -> dict[str, Any]:
-        return {"tile_thw": self.tile_thw, "partition": self.partition, "block_order": self.block_order}
-
     def project(self, x: Tensor) -> dict[str, Tensor]:
         """Gates `[B, L, H, D]` from x `[B, L, C]`; no activation, no RoPE."""
         heads = (self.num_heads, self.head_dim)
@@ -109,18 +96,22 @@ class VideoSparseAttention(AttentionMethod):
         layout, topk = ctx.layout, ctx.kept(q)
         video, index = layout.take_video(q), None
         tiles: dict[str, Any] = {"q_blocks": layout.video_blocks, "kv_blocks": layout.blocks}
-        coarse, scores = coarse_attn(video, k, v, **tiles, candidates=layout.candidates)
+        coarse, logits = coarse_attn(video, k, v, **tiles, candidates=layout.candidates)
         if ctx.topk.samples is None and topk >= layout.num_video_tiles:
             fine = dense_attn_per_sample(q, k, v, layout)
         else:
-            # ranked by scores, not by probabilities: the same order, without ties where the softmax underflows
+            # ranked by logits, not by probabilities: the same order, without ties where the softmax underflows
+            scores = logits
+            if self.score != "mean" and ctx.ranks:
+                scores = self.scores(q, k, layout)
+                logits = self.map_logits(scores)
             masks: dict[str, Any] = {"candidates": layout.candidates, "always": layout.always}
             index = ctx.select(lambda topk: select_blocks(with_damage_first(scores, k, v, layout), topk, **masks))
             fine, _ = block_sparse_attn(video, k, v, index, **tiles, backend=self.backend)
             fine = layout.merge(fine, text_attn(q, k, v, layout))
         if ctx.recorder is not None:
             index = dense_index(layout) if index is None else index
-            ctx.record(self.layer_idx, index, q=q, k=k, fine=fine, coarse=coarse, scores=scores)
+            ctx.record(self.layer_idx, index, q=q, k=k, fine=fine, coarse=coarse, scores=logits)
         return {"fine": fine, "coarse": coarse}
 
     def combine(self, parts: dict[str, Tensor], extra: dict[str, Tensor], ctx: AttnContext) -> Tensor:
@@ -132,11 +123,13 @@ class VideoSparseAttention(AttentionMethod):
         return layout.merge(combine(video, parts["coarse"], gate, None, layout.video_blocks), texts)
 
     def attend_combine(self, q: Tensor, k: Tensor, v: Tensor, extra: dict[str, Tensor], ctx: AttnContext) -> Tensor:
-        """`combine(attend(...))` as one call of the fused operator where possible: unless all tiles are kept, the parts
-        are recorded, or the selection comes from another pass or differs by sample."""
+        """`combine(attend(...))` as one call of the fused operator where possible: unless all tiles are kept, another
+        score than `mean` ranks them, the parts are recorded, or the selection comes from another pass or differs by
+        sample."""
         ctx = ctx.also_recording(extra)
         layout, topk = ctx.layout, ctx.kept(q)
-        if ctx.recorder is not None or topk >= layout.num_video_tiles or not ctx.plain_topk:
+        fused = self.score == "mean" and ctx.plain_topk and ctx.recorder is None
+        if not fused or topk >= layout.num_video_tiles:
             return super().attend_combine(q, k, v, extra, ctx)
         gate_fine = extra.get("gate_fine")
         video = coarse_fine_attn(
@@ -159,8 +152,8 @@ class VideoSparseAttention(AttentionMethod):
         return layout.merge(video, texts)
 
     def pairs(self, layout: TileLayout, topk: float) -> float:
-        """Pairs of the fine stage (exact when the tiles are full) and of the coarse stage."""
-        total = float(layout.video_blocks.num * layout.blocks.num)
+        """Pairs of the fine stage (exact when the tiles are full), of the coarse stage and of another score."""
+        total = float(layout.video_blocks.num * layout.blocks.num) + self.score_pairs(layout)
         for sample, (start, stop) in enumerate(layout.sample_spans):
             text = sum(b - a for a, b, owner in layout.text_spans if owner == sample)
             video, tiles = stop - start - text, layout.video_tiles[sample]

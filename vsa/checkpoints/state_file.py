@@ -13,11 +13,14 @@ from vsa.data.index_values import channel_statistics
 from vsa.files import check_kind, parse_json, read_bytes
 from vsa.settings import Count, NonNegative
 
-SCHEMA, SHARDED_SCHEMA = 2, 3
-"""Written schema, with one or several files per group of tensors. Schema 1 can be read as well; it has no digest of
-`state.json` and does not list the parameters that never had a gradient."""
+SCHEMA, SHARDED_SCHEMA = 4, 5
+"""Written schema, with one or several files per group of tensors. Schemas 1 to 3 can be read as well. Schema 1 has no
+digest of `state.json` and does not list the parameters that never had a gradient. Up to schema 3 the name of a score
+is another one, see `_RENAMED`."""
 
-_READABLE = (1, 2, 3)
+_READABLE = (1, 2, 3, 4, 5)
+_RENAMED = {("score", "subblock_lse"): "subblock_softmax"}
+"""Values of settings by key and value up to schema 3; today `subblock_lse` is another score."""
 _FILE = "state.json"
 _SEALED = re.compile(rb'(.*),\n "digest": "([0-9a-f]{64})"\n}', re.DOTALL)
 _FOLDER = re.compile(r"step-(\d{8,})")
@@ -84,7 +87,19 @@ def read_state(folder: Path) -> dict[str, Any]:
     if "latent_mean" in state or "latent_std" in state:
         channel_statistics(state, f"checkpoint {folder} is damaged: {_FILE} has ")
     state.pop("digest", None)
-    return state
+    return state if schema > 3 or "config" not in state else {**state, "config": _renamed(state["config"])}
+
+
+def _renamed(node: Any) -> Any:
+    """A config of schema 3 or before with today's names."""
+    if isinstance(node, list):
+        return [_renamed(value) for value in node]
+    if not isinstance(node, dict):
+        return node
+    return {
+        key: _RENAMED.get((key, value), value) if isinstance(value, str) else _renamed(value)
+        for key, value in node.items()
+    }
 
 
 def one_line(value: Any) -> str:

@@ -108,7 +108,7 @@ def test_all_tiles_are_dense_attention(grid):
 @pytest.mark.parametrize("grid", [(4, 8, 8), (5, 6, 9)], ids=str)
 def test_oracle_and_random_tiles_are_around_every_score(grid):
     capture = drawn(grid, heads=3)
-    scores = ("oracle", "subblock_lse score_thw=[1,2,2]", "mass", "mean", "random")
+    scores = ("oracle", "subblock_softmax score_thw=[1,2,2]", "mass", "mean", "random")
     names = [f"staged stages=f score={score} sparsity=0.75" for score in scores]
     rows = rows_of(capture, *names, "pooled_tail sparsity=0.75", queries=None)
     oracle, *others, random = (rows[name] for name in names)

@@ -27,13 +27,13 @@ def test_a_method_is_built_as_its_config_says():
     assert (layer.tile_thw, layer.layer_idx, layer.to_gate_fine) == ((2, 2, 2), 3, None)
     layout = layer.layout([Segment((4, 4, 4))])
     assert method.kept(layout) == 3
-    words = "staged stages=f sparsity=0.75 attention.tile_thw=[2,4,4] score=subblock_lse score_thw=[1,2,2]"
+    words = "staged stages=f sparsity=0.75 attention.tile_thw=[2,4,4] score=subblock_softmax score_thw=[1,2,2]"
     method = parse_method(words)
     assert method.label == words
-    assert method.family == "staged stages=f attention.tile_thw=[2,4,4] score=subblock_lse score_thw=[1,2,2]"
+    assert method.family == "staged stages=f attention.tile_thw=[2,4,4] score=subblock_softmax score_thw=[1,2,2]"
     layer = method.make(**LAYER)
     assert isinstance(layer, StagedAttention)
-    assert (layer.tile_thw, layer.score_thw, layer.score) == ((2, 4, 4), (1, 2, 2), "subblock_lse")
+    assert (layer.tile_thw, layer.score_thw, layer.score) == ((2, 4, 4), (1, 2, 2), "subblock_softmax")
     # gates at the dense start
     assert method.kept(layer.layout([Segment((4, 8, 8))])) == 2
     assert set(layer.extra_modules()) == set()
@@ -76,7 +76,7 @@ def test_dense_attention_is_always_first_and_nothing_twice():
         ("video_sparse topk=2 tile=3", "attention.tile=3: unknown setting, did you mean"),
         ("video_sparse topk=2 tile_thw=[0,1,1]", r"tile_thw=\[0,1,1\]: expected"),
         ("video_sparse topk=2 word", "word: expected a setting of attention=video_sparse, key=value"),
-        ("staged topk=2 score=subblock_lse score_thw=[3,2,2]", "score_thw.* must divide"),
+        ("staged topk=2 score=subblock_softmax score_thw=[3,2,2]", "score_thw.* must divide"),
         ("sliding_tile stride_thw=[1,1,1]", r"stride_thw=\[1,1,1\]: the stride of sliding_tile is its tile_thw"),
         ("full _target_=os.system", "attention._target_=os.system is not allowed"),
     ],

@@ -32,7 +32,7 @@ def usual_methods(grid: Grid, sparsities: Sequence[float] = SPARSITIES, tile_thw
     scores = ["oracle", "mass", "random"]
     # sub-blocks of one token would equal the oracle
     if half != tuple(tile_thw) and math.prod(half) > 1:
-        scores.insert(1, f"subblock_lse score_thw={_list(half)}")
+        scores.insert(1, f"subblock_softmax score_thw={_list(half)}")
     curve, sparge, fine = _blocks(math.prod(grid))
     ranked = ["video_sparse", *(f"staged stages=f score={score}" for score in scores), "pooled_tail", curve]
     windows = ["neighborhood", _sliding_tile(grid, tile_thw), "strided_window", "spatial_temporal", "spatial_full"]
