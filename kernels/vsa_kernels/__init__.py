@@ -15,6 +15,7 @@ from vsa_kernels.pooling import block_mean_and_similarity, block_mean_pool
 from vsa_kernels.residual_norm import gated_residual, residual_norm
 from vsa_kernels.selection import mean_scores, select_share, select_topk, subblock_scores
 from vsa_kernels.skipping import skipping_attn
+from vsa_kernels.tail import tail_attn
 from vsa_kernels.workspace import set_workspace_limit, workspace_limit
 
 __all__ = [
@@ -42,6 +43,7 @@ __all__ = [
     "set_workspace_limit",
     "skipping_attn",
     "subblock_scores",
+    "tail_attn",
     "workspace_limit",
 ]
 

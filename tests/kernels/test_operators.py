@@ -33,8 +33,7 @@ RECOMPUTED = {
 KEPT = {
     "block_mean_and_similarity", "block_mean_pool_bwd", "block_mean_pool_fwd", "block_sparse_bwd", "block_sparse_fwd",
     "coarse_fine_bwd", "coarse_fine_fwd", "gathered_fwd", "group_tiles", "mean_scores", "select_share", "select_topk",
-    "subblock_scores",
-    "skipping_fwd",
+    "subblock_scores", "skipping_fwd", "tail_bwd", "tail_fwd",
 }  # fmt: skip
 
 

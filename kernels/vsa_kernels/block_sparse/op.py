@@ -20,12 +20,13 @@ from vsa_kernels.registration import define_op, register_autograd
 # backends in plain tensor code; torch.autocast has to be off inside them
 _PLAIN = {"reference": reference, "gather": gather}
 
-_CALL = (
-    "Tensor q, Tensor k, Tensor v, "
+MASK = (
     "Tensor kv_indices, Tensor kv_num_blocks, Tensor? kv_num_full_blocks, Tensor? mask_ids, Tensor? mask_bits, "
     "SymInt? max_blocks, SymInt? min_blocks, Tensor q_offsets, SymInt q_max, SymInt q_min, "
-    "Tensor kv_offsets, SymInt kv_max, SymInt kv_min, Tensor? kv_valid, float scale, str backend"
+    "Tensor kv_offsets, SymInt kv_max, SymInt kv_min, Tensor? kv_valid"
 )
+"""Arguments of a schema, the fields of a `BlockMask`."""
+_CALL = f"Tensor q, Tensor k, Tensor v, {MASK}, float scale, str backend"
 
 
 @define_op("block_sparse_fwd", f"({_CALL}) -> (Tensor, Tensor)")
@@ -109,21 +110,21 @@ def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tenso
 register_autograd(block_sparse_fwd, _backward, _setup_context)
 
 
-def _matmul_flops(q_shape: Any, k_shape: Any, mask: tuple[Any, ...]) -> int:
-    # one matmul over the listed blocks at their mean size; where the host knows no bound, the list capacity counts
+def listed_flops(q_shape: Any, k_shape: Any, mask: tuple[Any, ...]) -> int:
+    """FLOPs of one matmul over the listed blocks at their mean size; with no bound the capacity of the lists counts."""
     B, L, H, D = q_shape
     list_length = mask[0][-1] if mask[5] is None else mask[5]
     return 2 * B * H * L * D * list_length * k_shape[1] // (mask[10][0] - 1)
 
 
 def _fwd_flops(q_shape: Any, k_shape: Any, v_shape: Any, *mask: Any, out_shape: Any = None, **_: Any) -> int:
-    return 2 * _matmul_flops(q_shape, k_shape, mask)
+    return 2 * listed_flops(q_shape, k_shape, mask)
 
 
 def _bwd_flops(
     dout: Any, dlse: Any, out: Any, lse: Any, q: Any, k: Any, v: Any, *mask: Any, out_shape: Any = None, **_: Any
 ) -> int:
-    return 5 * _matmul_flops(q, k, mask)
+    return 5 * listed_flops(q, k, mask)
 
 
 _OPS = {"block_sparse_fwd": _fwd_flops, "block_sparse_bwd": _bwd_flops}

@@ -38,7 +38,7 @@ def mean_scores(case: Case) -> Iterator[Call]:
 
 
 def subblock_scores(case: Case) -> Iterator[Call]:
-    """Both forms, of ragged groups, as of half precision and with candidates."""
+    """Both forms, of ragged and of equal groups, as of half precision and with candidates."""
     (B, _, H, D), device = case.q.shape, case.q.device
     q_groups, kv_groups = (Blocks.from_sizes([1 + (3 * n + num) % 6 for n in range(num)], device) for num in (7, 5))
     heads = ((q_groups, H), (kv_groups, case.k.shape[2]))
@@ -47,6 +47,9 @@ def subblock_scores(case: Case) -> Iterator[Call]:
     candidates = torch.arange(35, device=device).view(7, 5) % 3 > 0
     yield Call(api.subblock_scores, means, {**groups, "half": True, "candidates": candidates})
     yield Call(api.subblock_scores, means, {**groups, "form": "lse"})
+    equal = {name: Blocks.from_sizes([4] * num, device) for name, num in (("q_groups", 5), ("kv_groups", 4))}
+    means = tuple(x[:, : 4 * n].contiguous() for x, n in zip(means, (5, 4), strict=True))
+    yield Call(api.subblock_scores, means, {**equal, "half": True})
 
 
 def _scores(case: Case) -> tuple[Tensor, Tensor, Tensor]:
