@@ -202,11 +202,12 @@ class AttentionMethod(nn.Module):
         raise NotImplementedError
 
     def expected_pairs(self, layout: TileLayout, topk: float | None = None) -> float:
-        """`pairs` with `topk` tiles; with the `expected_share` of all where there is no top-k, or where q and k decide
-        and the share is larger."""
-        share = layout.num_video_tiles * self.expected_share
-        if topk is None or not self.selects:
+        """`pairs` with `topk` tiles (None: all), or with the `expected_share` of them where there is no top-k, or where
+        q and k decide and the share is larger."""
+        tiles, share = layout.num_video_tiles, layout.num_video_tiles * self.expected_share
+        if not self.selects:
             return self.pairs(layout, share)
+        topk = tiles if topk is None else topk
         return self.pairs(layout, max(topk, share) if self.measured else topk)
 
 

@@ -13,6 +13,7 @@ B batch, L tokens, N tiles, H / Hkv heads, D head dim.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -23,7 +24,6 @@ from vsa.attention.context import AttnContext
 from vsa.attention.layout import TileLayout
 from vsa.attention.scores import per_head, tile_logits
 from vsa.attention.selecting import SelectingAttention
-from vsa.attention.selection import select_blocks
 from vsa.settings import validated
 
 
@@ -60,7 +60,8 @@ class PooledTail(SelectingAttention):
         layout.only_video("attention with a pooled tail")
         blocks = layout.blocks
         tail = tile_logits(q, k, blocks, self.order)
-        index = ctx.select(lambda row_topk: select_blocks(self.scores(q, k, layout, tail), row_topk))
+        ranked = partial(self.scores, q, k, layout, tail)
+        index = ctx.select(lambda topk: self.choose(ranked(), topk, layout, logits_of=self.map_logits))
         fine, lse = block_sparse_attn(q, k, v, index, q_blocks=blocks, kv_blocks=blocks, backend=self.backend)
         selected = index.to_dense(blocks.num).repeat_interleave(blocks.sizes, dim=2, output_size=layout.num_tokens)
         others = tail.masked_fill(selected, float("-inf"))
@@ -69,7 +70,7 @@ class PooledTail(SelectingAttention):
         rest = ((others - total).exp() @ v_mean).transpose(1, 2).to(fine.dtype)
         fine = fine * (lse[..., None] - total).exp().transpose(1, 2).to(fine.dtype)
         if ctx.recorder is not None:
-            logits = self.map_logits(self.scores(q, k, layout, tail))
+            logits = self.map_logits(ranked())
             ctx.record(self.layer_idx, index, q=q, k=k, fine=fine, tail=rest, scores=logits)
         return {"out": fine + rest}
 

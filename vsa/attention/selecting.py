@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from vsa.attention import scores
-from vsa.attention.base import AttentionMethod
 from vsa.attention.layout import BlockOrder, Partition, Segment, TileLayout
+from vsa.attention.ruled import RuledAttention
 from vsa.attention.scores import Score
 from vsa.attention.tiling import Grid, refuse_no_divisor
 from vsa.settings import AtLeastOne, Seed, validated
@@ -19,7 +19,7 @@ Tile = tuple[AtLeastOne, AtLeastOne, AtLeastOne]
 
 
 @validated
-class SelectingAttention(AttentionMethod):
+class SelectingAttention(RuledAttention):
     """Attention whose query tiles select kv tiles by a score.
 
     Args:
@@ -31,10 +31,8 @@ class SelectingAttention(AttentionMethod):
             random. Rows with text or of several videos have the first three.
         score_seed: seed of the score random; layers always differ.
         score_thw: tokens per sub-block of the sub-block scores along time, height, width; divides the tile.
-        **layer: see `AttentionMethod`.
+        **layer: see `RuledAttention`.
     """
-
-    selects = True
 
     def __init__(
         self,

@@ -21,6 +21,7 @@ one, C = H * D model width.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -35,7 +36,6 @@ from vsa.attention.layout import TileLayout
 from vsa.attention.pooling import ConvSharing, Pooling, make_pools, pool_modules
 from vsa.attention.scores import map_scores, per_head, tiles_inside, with_damage_first
 from vsa.attention.selecting import SelectingAttention, Tile, grid_of
-from vsa.attention.selection import select_blocks
 from vsa.attention.tiling import Grid, chain_of, refuse_no_divisor
 from vsa.attention.window import Edge, Window, tile_window
 from vsa.settings import validated
@@ -72,7 +72,8 @@ class StagedAttention(SelectingAttention):
         gate_init: identity (coarse 0, fine 1, window 0 next to selected tiles; conv pooling starts as the mean) or
             model (weights as the model initialises its linear layers, biases as in identity).
         backend: backend of the fine stages; None chooses by device.
-        **layer: see `SelectingAttention`; the coarse output has the means whatever the score.
+        **layer: see `SelectingAttention`; the coarse output has the means whatever the score, and rules other than topk
+            need stages without a window.
 
     Source: VSA (arXiv 2505.13389), Table 1(b), experiments 7 to 13, 1(c), 1(d) and 1(e).
     """
@@ -105,7 +106,11 @@ class StagedAttention(SelectingAttention):
         self.window_edge: Edge = window_edge
         self.window_budget = window_budget
         self.gate_init, self.backend = gate_init, backend
-        self.has_coarse, self.selects, self.has_window = "c" in stages, "f" in stages, "l" in stages
+        self.has_coarse, self.has_fine, self.has_window = "c" in stages, "f" in stages, "l" in stages
+        if self.row_rule is not None and (not self.has_fine or (self.measured and self.has_window)):
+            others = "stages with f and without l" if self.measured else "stages with f"
+            raise ValueError(f"rule={self.rule} over={self.over} needs {others}, got stages={stages}")
+        self.selects = self.selects and self.has_fine
         self._check_tiles(pool=pool_thw, conv=pooling == "conv")
         starts = {"compress": 0.0} if self.has_coarse else {}
         if fine_gate:
@@ -115,7 +120,7 @@ class StagedAttention(SelectingAttention):
         self._gate_starts = starts
         self.gates = nn.ModuleDict({f"to_gate_{name}": nn.Linear(self.dim, self.dim) for name in starts})
         self.pool: nn.ModuleDict | None = None
-        if self.has_coarse or (self.selects and self.score == "mean"):
+        if self.has_coarse or (self.has_fine and self.score == "mean"):
             tiles = {"q": self.q_pool, "k": self.kv_pool, "v": self.kv_pool}
             self.pool = make_pools(pooling, tiles, self.head_dim, self.num_heads, conv_sharing)
         self.reset_extra_parameters()
@@ -160,13 +165,13 @@ class StagedAttention(SelectingAttention):
             # all tiles include the window; it is needed only if it has its own gate
             window = window if "window" in self._gate_starts else None
             index = BlockIndex.from_dense(q.new_ones(1, 1, layout.blocks.num, layout.kv_blocks.num, dtype=torch.bool))
-        elif self.selects:
+        elif self.has_fine:
             ctx.kept(q)
             scores = ranked = self._ranked(q, k, logits, layout) if ctx.ranks else None
-            index = ctx.select(lambda topk: self._select(with_damage_first(ranked, k, v, layout), topk, window))
+            index = ctx.select(lambda topk: self._select(with_damage_first(ranked, k, v, layout), topk, window, layout))
             parts["fine"] = self._fine(q, k, v, layout, index)
         if window is not None and self.stages != "c_fl":
-            name, local = "window" if self.selects else "fine", BlockIndex.from_dense(window.tiles[None, None])
+            name, local = "window" if self.has_fine else "fine", BlockIndex.from_dense(window.tiles[None, None])
             parts[name] = self._fine(q, k, v, layout, local)
             index = local if index is None else index
         if ctx.recorder is not None:
@@ -208,7 +213,7 @@ class StagedAttention(SelectingAttention):
         total = 0.0 if self.pool is None else float(layout.tiles[self.q_pool].num * layout.tiles[self.kv_pool].num)
         window = self._window(layout) if self.has_window else None
         local = 0.0 if window is None else float(sizes @ window.tiles.double() @ kv_sizes)
-        if not self.selects:
+        if not self.has_fine:
             return total + local
         total += self.score_pairs(layout)
         selected_tiles, tiles = max(min(1, topk), topk - self._fewer(window)), layout.kv_blocks.num
@@ -236,15 +241,16 @@ class StagedAttention(SelectingAttention):
             return self.map_logits(scores)
         return scores if same or self.pooled_map == "logits" else scores.log()
 
-    def _select(self, scores: Tensor, topk: KeptTiles, window: Window | None) -> BlockIndex:
+    def _select(self, scores: Tensor, topk: KeptTiles, window: Window | None, layout: TileLayout) -> BlockIndex:
         topk = topk.less(self._fewer(window))
+        choose = partial(self.choose, scores, topk, layout, logits_of=lambda x: self._as_logits(x, None, layout))
         if window is not None and self.stages == "c_f_l_e":
-            return select_blocks(scores, topk, candidates=~window.tiles)
+            return choose(candidates=~window.tiles)
         if window is not None and self.stages == "c_fl":
             within = self.window_budget == "within"
             first, union = (window.tiles, None) if within else (None, window.tiles)
-            return select_blocks(scores, topk, first=first, union=union)
-        return select_blocks(scores, topk)
+            return choose(first=first, union=union)
+        return choose()
 
     def _fewer(self, window: Window | None) -> int:
         """Number of tiles by which a window inside the budget reduces the top-k."""

@@ -28,7 +28,6 @@ from vsa.attention.dense import dense_attn_per_sample, dense_index, text_attn
 from vsa.attention.layout import TileLayout
 from vsa.attention.scores import with_damage_first
 from vsa.attention.selecting import SelectingAttention
-from vsa.attention.selection import select_blocks
 from vsa.settings import validated
 
 Backend = Literal["reference", "gather", "triton", "cudnn"]
@@ -47,6 +46,7 @@ class VideoSparseAttention(SelectingAttention):
             attention) or model (weights as the model initialises its linear layers; biases 0 for the coarse and 1 for
             the fine gate). The paper zero-initialises the coarse gate for finetuning and does not state an
             initialisation from scratch.
+        gate_activation: none, or tanh of the coarse gate (VSA2), which is then below 1 and still starts at 0.
         backend: backend of `coarse_fine_attn`; None chooses by device, never cudnn, whose results differ in their
             last bits from run to run.
         **layer: see `SelectingAttention`; dim is num_heads * head_dim, and the paper's best tile_thw is (4, 4, 4).
@@ -57,6 +57,7 @@ class VideoSparseAttention(SelectingAttention):
         *,
         fine_gate: bool = True,
         gate_init: Literal["identity", "model"] = "identity",
+        gate_activation: Literal["none", "tanh"] = "none",
         backend: Backend | None = None,
         **layer: Any,
     ):
@@ -64,7 +65,7 @@ class VideoSparseAttention(SelectingAttention):
         dim = self.dim
         if dim != self.num_heads * self.head_dim:
             raise ValueError(f"dim must be num_heads * head_dim, got {dim} and {self.num_heads} * {self.head_dim}")
-        self.gate_init = gate_init
+        self.gate_init, self.gate_activation = gate_init, gate_activation
         self.backend = backend
         self.to_gate_compress = nn.Linear(dim, dim)
         self.to_gate_fine = nn.Linear(dim, dim) if fine_gate else None
@@ -84,9 +85,10 @@ class VideoSparseAttention(SelectingAttention):
                 nn.init.zeros_(gate.weight)
 
     def project(self, x: Tensor) -> dict[str, Tensor]:
-        """Gates `[B, L, H, D]` from x `[B, L, C]`; no activation, no RoPE."""
+        """Gates `[B, L, H, D]` from x `[B, L, C]`; no RoPE."""
         heads = (self.num_heads, self.head_dim)
-        gates = {"gate_compress": self.to_gate_compress(x).unflatten(-1, heads)}
+        gate = self.to_gate_compress(x)
+        gates = {"gate_compress": (gate.tanh() if self.gate_activation == "tanh" else gate).unflatten(-1, heads)}
         if self.to_gate_fine is not None:
             gates["gate_fine"] = self.to_gate_fine(x).unflatten(-1, heads)
         return gates
@@ -97,16 +99,16 @@ class VideoSparseAttention(SelectingAttention):
         video, index = layout.take_video(q), None
         tiles: dict[str, Any] = {"q_blocks": layout.video_blocks, "kv_blocks": layout.blocks}
         coarse, logits = coarse_attn(video, k, v, **tiles, candidates=layout.candidates)
-        if ctx.topk.samples is None and topk >= layout.num_video_tiles:
+        if ctx.dense or (self.selects and ctx.topk.samples is None and topk >= layout.num_video_tiles):
             fine = dense_attn_per_sample(q, k, v, layout)
         else:
             # ranked by logits, not by probabilities: the same order, without ties where the softmax underflows
-            scores = logits
+            scores, logits_of = logits, lambda scores: scores
             if self.score != "mean" and ctx.ranks:
                 scores = self.scores(q, k, layout)
-                logits = self.map_logits(scores)
-            masks: dict[str, Any] = {"candidates": layout.candidates, "always": layout.always}
-            index = ctx.select(lambda topk: select_blocks(with_damage_first(scores, k, v, layout), topk, **masks))
+                logits, logits_of = self.map_logits(scores), self.map_logits
+            how: dict[str, Any] = {"candidates": layout.candidates, "always": layout.always, "logits_of": logits_of}
+            index = ctx.select(lambda topk: self.choose(with_damage_first(scores, k, v, layout), topk, layout, **how))
             fine, _ = block_sparse_attn(video, k, v, index, **tiles, backend=self.backend)
             fine = layout.merge(fine, text_attn(q, k, v, layout))
         if ctx.recorder is not None:
@@ -124,11 +126,11 @@ class VideoSparseAttention(SelectingAttention):
 
     def attend_combine(self, q: Tensor, k: Tensor, v: Tensor, extra: dict[str, Tensor], ctx: AttnContext) -> Tensor:
         """`combine(attend(...))` as one call of the fused operator where possible: unless all tiles are kept, another
-        score than `mean` ranks them, the parts are recorded, or the selection comes from another pass or differs by
-        sample."""
+        score than `mean` ranks them, another rule selects them, the parts are recorded, or the selection comes from
+        another pass or differs by sample."""
         ctx = ctx.also_recording(extra)
         layout, topk = ctx.layout, ctx.kept(q)
-        fused = self.score == "mean" and ctx.plain_topk and ctx.recorder is None
+        fused = self.score == "mean" and self.row_rule is None and ctx.plain_topk and ctx.recorder is None
         if not fused or topk >= layout.num_video_tiles:
             return super().attend_combine(q, k, v, extra, ctx)
         gate_fine = extra.get("gate_fine")
@@ -150,6 +152,10 @@ class VideoSparseAttention(SelectingAttention):
             spans = layout.text_spans
             texts = [text * gate_fine[:, a:b] for text, (a, b, _) in zip(texts, spans, strict=True)]
         return layout.merge(video, texts)
+
+    def attend_dense(self, q: Tensor, k: Tensor, v: Tensor, extra: dict[str, Tensor], ctx: AttnContext) -> Tensor:
+        """Output of a dense layer, with the coarse output and the gates."""
+        return self.attend_combine(q, k, v, extra, ctx)
 
     def pairs(self, layout: TileLayout, topk: float) -> float:
         """Pairs of the fine stage (exact when the tiles are full), of the coarse stage and of another score."""

@@ -1,0 +1,228 @@
+"""Row rules of the methods that rank tiles, against dense masks in raster order and fp64, forward and gradients."""
+
+from __future__ import annotations
+
+import math
+from statistics import fmean, pstdev
+
+import pytest
+import torch
+
+from tests.attention.oracle import cube_ids
+from vsa.attention.context import AttnContext
+from vsa.attention.denoising import DenoisingPass
+from vsa.attention.full import dense_attn
+from vsa.attention.kept_tiles import KeptTiles
+from vsa.attention.layout import Segment
+from vsa.attention.pooled_tail import PooledTail
+from vsa.attention.staged import StagedAttention
+from vsa.attention.video_sparse import VideoSparseAttention
+
+SIZES = {"dim": 16, "num_heads": 4, "head_dim": 4}
+GRID = (3, 5, 4)
+TILE = (2, 2, 2)
+RULES = [
+    {"rule": "topk", "over": "head"},
+    {"rule": "topk", "over": "layer"},
+    {"rule": "top_p", "top_p": 0.4},
+    {"rule": "top_p", "over": "head", "top_p": 0.4},
+    {"rule": "larger_of_both", "top_p": 0.4},
+    {"rule": "larger_of_both", "over": "layer", "top_p": 0.4},
+    {"rule": "mean_plus_std", "deviations": 0.7},
+    {"rule": "mean_plus_std", "over": "head", "deviations": 0.7},
+]
+pytestmark = pytest.mark.filterwarnings("ignore:tiles .* are .* full")
+
+
+def members(grid, tile):
+    ids = torch.tensor(cube_ids(grid, tile))
+    return torch.stack([ids == n for n in range(int(ids.max()) + 1)]).double()
+
+
+def scores_of(q, k, grid, score):
+    """Logits, or shares with a softmax over sub-blocks of half a tile, of q, k `[B, H, L, D]`."""
+    tiles = members(grid, TILE)
+    means = tiles / tiles.sum(1, keepdim=True)
+    scale = q.shape[-1] ** -0.5
+    if score == "mean":
+        return (means @ q) @ (means @ k).mT * scale
+    subs = members(grid, (1, 2, 2))
+    inside = ((tiles @ subs.T) > 0).double()
+    sub_means = subs / subs.sum(1, keepdim=True)
+    shares = ((sub_means @ q) @ (sub_means @ k).mT * scale + subs.sum(1).log()).softmax(-1)
+    return (inside / inside.sum(1, keepdim=True)) @ shares @ inside.T
+
+
+def kept_tiles(values, *, rule, over="row", topk, top_p=None, deviations=None):
+    """Bool mask of the tiles that a rule keeps of logits `[B, H, N, N]`, or of shares, one group of cells at a time."""
+    shares = values.softmax(-1) if values.min() < 0 else values / values.sum(-1, keepdim=True)
+    compared = values if over == "row" else shares
+    mask = torch.zeros_like(values, dtype=torch.bool)
+    heads, rows = values.shape[1:3]
+    numbers, weights = compared.tolist(), shares.tolist()
+    for b in range(len(values)):
+        every = [(h, i) for h in range(heads) for i in range(rows)]
+        by_head = [[place for place in every if place[0] == h] for h in range(heads)]
+        for group in {"row": [[place] for place in every], "head": by_head, "layer": [every]}[over]:
+            cells = [(numbers[b][h][i][j], h, i, j) for h, i in group for j in range(rows)]
+            best = {max(cell for cell in cells if cell[1:3] == place) for place in group}
+            # the best of every row counts first
+            order = sorted(best, reverse=True) + sorted(set(cells) - best, reverse=True)
+            chosen = set(best)
+            if rule in ("topk", "larger_of_both"):
+                chosen |= set(order[: topk * len(group)])
+            if top_p is not None:
+                held, wanted = 0.0, top_p * sum(sum(weights[b][h][i]) for h, i in group)
+                for cell in order:
+                    if held < wanted:
+                        chosen.add(cell)
+                    held += weights[b][cell[1]][cell[2]][cell[3]]
+            if deviations is not None:
+                mean = fmean(cell[0] for cell in cells)
+                bar = mean + deviations * pstdev((cell[0] for cell in cells), mean)
+                chosen |= {cell for cell in cells if cell[0] > bar}
+            for _, h, i, j in chosen:
+                mask[b, h, i, j] = True
+    return mask
+
+
+def definition(q, k, v, gates, *, grid, tail, score="mean", **rule):
+    """Output `[B, L, H, D]` in raster order."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    scale, tiles = q.shape[-1] ** -0.5, members(grid, TILE)
+    mask = kept_tiles(scores_of(q, k, grid, score).detach(), **rule)
+    tokens = (tiles.T @ mask.double() @ tiles).bool()
+    logits = (q @ k.mT * scale).masked_fill(~tokens, -math.inf)
+    means = tiles / tiles.sum(1, keepdim=True)
+    if tail == "pooled":
+        others = q @ (means @ k).mT * scale + tiles.sum(1).log()
+        others = others.masked_fill((tiles.T @ mask.double()).bool(), -math.inf)
+        out = torch.cat((logits, others), -1).softmax(-1) @ torch.cat((v, means @ v), 2)
+    else:
+        out = logits.softmax(-1) @ v
+    if tail == "coarse":
+        coarse = tiles.T @ (scores_of(q, k, grid, "mean").softmax(-1) @ (means @ v))
+        out = out * gates[1].transpose(1, 2) + coarse * gates[0].transpose(1, 2)
+    return out.transpose(1, 2)
+
+
+def inputs(grid):
+    generator = torch.Generator().manual_seed(sum(grid))
+    shape = (5, 2, math.prod(grid), 4, 4)
+    q, k, *others = torch.randn(shape, generator=generator, dtype=torch.float64)
+    # heads that differ in how peaked they are, as budgets over a layer see
+    q = q * torch.tensor([0.5, 1, 2, 4], dtype=torch.float64)[:, None]
+    return [x.requires_grad_() for x in (q, k, *others)]
+
+
+def run(method, grid, leaves, topk=3, **context):
+    layout = method.layout([Segment(grid)], "cpu")
+    q, k, v, *gates = (layout.permute(x) for x in leaves)
+    extra = {}
+    if isinstance(method, VideoSparseAttention):
+        extra = dict(zip(("gate_compress", "gate_fine"), gates, strict=True))
+    return layout.unpermute(method(q, k, v, extra, AttnContext(layout=layout, topk=KeptTiles.of(topk), **context)))
+
+
+METHODS = {
+    "coarse": VideoSparseAttention,
+    "none": lambda **options: StagedAttention(**options, stages="f", fine_gate=False),
+    "pooled": PooledTail,
+}
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: "-".join(map(str, rule.values())))
+@pytest.mark.parametrize("tail", METHODS)
+def test_a_method_computes_what_its_rule_keeps(tail, rule):
+    # ragged and full tiles
+    grid = GRID if rule.get("over") != "head" else (4, 4, 6)
+    leaves = inputs(grid)
+    out = run(METHODS[tail](**SIZES, tile_thw=TILE, **rule), grid, leaves)
+    expected = definition(*leaves[:3], leaves[3:], grid=grid, tail=tail, topk=3, **rule)
+    weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)
+    used = leaves[: 5 if tail == "coarse" else 3]
+    for ours, theirs in zip(
+        (out, *torch.autograd.grad((out * weights).sum(), used)),
+        (expected, *torch.autograd.grad((expected * weights).sum(), used)),
+        strict=True,
+    ):
+        torch.testing.assert_close(ours, theirs, atol=1e-10, rtol=0)
+    # the control: a plain top-k
+    plain = run(METHODS[tail](**SIZES, tile_thw=TILE), grid, leaves)
+    assert (plain - expected).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("tail", METHODS)
+def test_what_keeps_all_tiles_is_a_plain_topk_of_all(tail):
+    grid = GRID
+    leaves = [x.detach() for x in inputs(grid)]
+    everything = run(METHODS[tail](**SIZES, tile_thw=TILE), grid, leaves, topk=1000)
+    for rule in ({"rule": "top_p", "top_p": 1.0}, {"rule": "mean_plus_std", "deviations": -100.0}):
+        out = run(METHODS[tail](**SIZES, tile_thw=TILE, **rule), grid, leaves, topk=1)
+        torch.testing.assert_close(out, everything, atol=1e-12, rtol=0)
+        # a dense layer of a denoising
+        method = METHODS[tail](**SIZES, tile_thw=TILE, **{**rule, **({"top_p": 0.1} if "top_p" in rule else {})})
+        dense = run(method, grid, leaves, topk=1, dense=True, denoising=DenoisingPass(progress=0.0, dense=True))
+        torch.testing.assert_close(dense, everything, atol=1e-12, rtol=0)
+    if tail == "pooled":
+        torch.testing.assert_close(everything, dense_attn(*leaves[:3]), atol=1e-12, rtol=0)
+
+
+def test_damaged_keys_reach_every_budget():
+    """A NaN key takes the places of every row, whatever its share."""
+    grid = GRID
+    for rule in RULES:
+        leaves = [x.detach().clone() for x in inputs(grid)]
+        leaves[1][0, 7, 2, 1] = math.nan
+        out = run(VideoSparseAttention(**SIZES, tile_thw=TILE, **rule), grid, leaves)
+        assert out[0, :, 2].isnan().any(-1).all(), rule
+        assert out[1].isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"rule": "top_p"}, r"^top_p=None with rule=top_p: expected a number"),
+        ({"rule": "topk", "top_p": 0.5}, r"^top_p=0.5 with rule=topk: expected null"),
+        ({"rule": "mean_plus_std"}, r"^deviations=None with rule=mean_plus_std: expected a number"),
+        ({"rule": "top_p", "top_p": 1.5}, r"^top_p=1.5: expected a number above 0 and of at most 1"),
+        ({"rule": "cdf"}, r"^rule=cdf: expected one of topk, top_p, larger_of_both, mean_plus_std, got 'cdf'"),
+        ({"over": "column"}, r"^over=column: expected one of row, head, layer, got 'column'"),
+        ({"expected_density": 0.5}, r"^expected_density=0.5 with rule=topk: its number of tiles is known"),
+    ],
+)
+def test_bad_settings(settings, message):
+    for method in (VideoSparseAttention, StagedAttention, PooledTail):
+        with pytest.raises(ValueError, match=message):
+            method(**SIZES, **settings)
+
+
+def test_rules_that_stages_or_rows_do_not_have():
+    with pytest.raises(ValueError, match=r"^rule=topk over=head needs stages with f, got stages=c_l"):
+        StagedAttention(**SIZES, stages="c_l", over="head")
+    with pytest.raises(ValueError, match=r"^rule=top_p over=row needs stages with f and without l, got stages=c_fl"):
+        StagedAttention(**SIZES, stages="c_fl", rule="top_p", top_p=0.5)
+    method = VideoSparseAttention(**SIZES, tile_thw=TILE, over="head")
+    layout = method.layout([Segment((2, 2, 4), sample=n) for n in range(2)], "cpu")
+    q = torch.zeros(1, layout.num_tokens, 4, 4)
+    with pytest.raises(ValueError, match=r"^over=head shares a budget inside a sample, got 2 in a row"):
+        method.attend(q, q, q, AttnContext(layout=layout, topk=KeptTiles.of(1)))
+
+
+def test_expected_pairs():
+    rules = {
+        (("rule", "topk"),): 3,
+        (("rule", "topk"), ("over", "layer")): 3,
+        (("rule", "top_p"), ("top_p", 0.5)): 12,
+        (("rule", "top_p"), ("top_p", 0.5), ("expected_density", 0.25)): 3,
+        (("rule", "larger_of_both"), ("top_p", 0.5)): 3,
+        (("rule", "larger_of_both"), ("top_p", 0.5), ("expected_density", 0.5)): 6,
+        # one of six is above the mean of a normal distribution by a deviation
+        (("rule", "mean_plus_std"), ("deviations", 1.0)): 12 * 0.15865525393145707,
+    }
+    for rule, kept in rules.items():
+        method = VideoSparseAttention(**SIZES, tile_thw=TILE, **dict(rule))
+        layout = method.layout([Segment(GRID)], "cpu")
+        assert method.expected_pairs(layout, 3) == pytest.approx(method.pairs(layout, kept), rel=1e-12), rule
+        assert method.measured == (dict(rule)["rule"] != "topk")
+        assert method.selects == (dict(rule)["rule"] in ("topk", "larger_of_both")) != method.predicts
