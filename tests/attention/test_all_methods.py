@@ -23,7 +23,12 @@ SIZES = {"dim": 16, "num_heads": 2, "head_dim": 8, "layer_idx": 0}
 BLOCKS = {"q_tokens": 16, "kv_tokens": 8, "allow_training": True}
 # options of each config, beside none
 OPTIONS = {
-    "video_sparse": [{"fine_gate": False}, {"gate_init": "model"}, {"score": "subblock_lse"}, {"score": "mass"}],
+    "video_sparse": [
+        *({"fine_gate": False}, {"gate_init": "model"}, {"score": "subblock_lse"}, {"score": "mass"}),
+        *({"rule": "top_p", "top_p": 0.5, "over": over} for over in ("row", "layer")),
+        {"rule": "larger_of_both", "top_p": 0.5, "over": "head", "score": "subblock_softmax"},
+    ],
+    "spargeattention2": [{"tile_thw": (1, 1, 8), "kv_tile_thw": (1, 1, 4)}],
     "staged": [
         *({"stages": stages, "window_thw": (1, 1, 3)} for stages in ("c_f", "f", "l", "c_f_l", "c_fl", "c_f_l_e")),
         *({"stages": "f", "score": score} for score in ("mass", "oracle", "subblock_softmax", "random")),

@@ -7,8 +7,11 @@ from statistics import fmean, pstdev
 
 import pytest
 import torch
+from hydra.utils import instantiate
+from omegaconf import OmegaConf
 
 from tests.attention.oracle import cube_ids
+from tests.attention.test_configs import CONFIGS
 from vsa.attention.context import AttnContext
 from vsa.attention.denoising import DenoisingPass
 from vsa.attention.full import dense_attn
@@ -39,18 +42,24 @@ def members(grid, tile):
     return torch.stack([ids == n for n in range(int(ids.max()) + 1)]).double()
 
 
-def scores_of(q, k, grid, score):
-    """Logits, or shares with a softmax over sub-blocks of half a tile, of q, k `[B, H, L, D]`."""
-    tiles = members(grid, TILE)
-    means = tiles / tiles.sum(1, keepdim=True)
+def runs(grid, length):
+    """Tiles of consecutive tokens in raster order."""
+    ids = torch.arange(math.prod(grid)) // length
+    return torch.stack([ids == n for n in range(int(ids.max()) + 1)]).double()
+
+
+def scores_of(q, k, tiles, kv_tiles, subs=None):
+    """Logits of mean q, k of `[B, H, L, D]`, `[B, H, N, M]`, or shares by a softmax over sub-blocks."""
     scale = q.shape[-1] ** -0.5
-    if score == "mean":
-        return (means @ q) @ (means @ k).mT * scale
-    subs = members(grid, (1, 2, 2))
+    if subs is None:
+        return mean_of(tiles) @ q @ (mean_of(kv_tiles) @ k).mT * scale
     inside = ((tiles @ subs.T) > 0).double()
-    sub_means = subs / subs.sum(1, keepdim=True)
-    shares = ((sub_means @ q) @ (sub_means @ k).mT * scale + subs.sum(1).log()).softmax(-1)
-    return (inside / inside.sum(1, keepdim=True)) @ shares @ inside.T
+    shares = (mean_of(subs) @ q @ (mean_of(subs) @ k).mT * scale + subs.sum(1).log()).softmax(-1)
+    return mean_of(inside) @ shares @ inside.T
+
+
+def mean_of(members):
+    return members / members.sum(1, keepdim=True)
 
 
 def kept_tiles(values, *, rule, over="row", topk, top_p=None, deviations=None):
@@ -58,13 +67,13 @@ def kept_tiles(values, *, rule, over="row", topk, top_p=None, deviations=None):
     shares = values.softmax(-1) if values.min() < 0 else values / values.sum(-1, keepdim=True)
     compared = values if over == "row" else shares
     mask = torch.zeros_like(values, dtype=torch.bool)
-    heads, rows = values.shape[1:3]
+    heads, rows, columns = values.shape[1:]
     numbers, weights = compared.tolist(), shares.tolist()
     for b in range(len(values)):
         every = [(h, i) for h in range(heads) for i in range(rows)]
         by_head = [[place for place in every if place[0] == h] for h in range(heads)]
         for group in {"row": [[place] for place in every], "head": by_head, "layer": [every]}[over]:
-            cells = [(numbers[b][h][i][j], h, i, j) for h, i in group for j in range(rows)]
+            cells = [(numbers[b][h][i][j], h, i, j) for h, i in group for j in range(columns)]
             best = {max(cell for cell in cells if cell[1:3] == place) for place in group}
             # the best of every row counts first
             order = sorted(best, reverse=True) + sorted(set(cells) - best, reverse=True)
@@ -86,24 +95,34 @@ def kept_tiles(values, *, rule, over="row", topk, top_p=None, deviations=None):
     return mask
 
 
-def definition(q, k, v, gates, *, grid, tail, score="mean", **rule):
-    """Output `[B, L, H, D]` in raster order."""
+def definition(q, k, v, gates, *, tiles, tail, kv_tiles=None, subs=None, **rule):
+    """Output `[B, L, H, D]` in raster order; tiles, kv_tiles, subs: 0 or 1 `[N, L]`, tokens of each."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    scale, tiles = q.shape[-1] ** -0.5, members(grid, TILE)
-    mask = kept_tiles(scores_of(q, k, grid, score).detach(), **rule)
-    tokens = (tiles.T @ mask.double() @ tiles).bool()
-    logits = (q @ k.mT * scale).masked_fill(~tokens, -math.inf)
-    means = tiles / tiles.sum(1, keepdim=True)
+    kv_tiles = tiles if kv_tiles is None else kv_tiles
+    mask = kept_tiles(scores_of(q, k, tiles, kv_tiles, subs).detach(), **rule).double()
+    logits = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(tiles.T @ mask @ kv_tiles == 0, -math.inf)
+    means = mean_of(tiles)
     if tail == "pooled":
-        others = q @ (means @ k).mT * scale + tiles.sum(1).log()
-        others = others.masked_fill((tiles.T @ mask.double()).bool(), -math.inf)
+        others = q @ (means @ k).mT * q.shape[-1] ** -0.5 + tiles.sum(1).log()
+        others = others.masked_fill(tiles.T @ mask > 0, -math.inf)
         out = torch.cat((logits, others), -1).softmax(-1) @ torch.cat((v, means @ v), 2)
     else:
         out = logits.softmax(-1) @ v
     if tail == "coarse":
-        coarse = tiles.T @ (scores_of(q, k, grid, "mean").softmax(-1) @ (means @ v))
+        coarse = tiles.T @ (scores_of(q, k, tiles, tiles).softmax(-1) @ (means @ v))
         out = out * gates[1].transpose(1, 2) + coarse * gates[0].transpose(1, 2)
     return out.transpose(1, 2)
+
+
+def assert_same(out, expected, leaves):
+    """Outputs and gradients."""
+    weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)
+    for ours, theirs in zip(
+        (out, *torch.autograd.grad((out * weights).sum(), leaves)),
+        (expected, *torch.autograd.grad((expected * weights).sum(), leaves)),
+        strict=True,
+    ):
+        torch.testing.assert_close(ours, theirs, atol=1e-10, rtol=0)
 
 
 def inputs(grid):
@@ -121,6 +140,7 @@ def run(method, grid, leaves, topk=3, **context):
     extra = {}
     if isinstance(method, VideoSparseAttention):
         extra = dict(zip(("gate_compress", "gate_fine"), gates, strict=True))
+        extra = extra if method.to_gate_fine is not None else {"gate_compress": gates[0]}
     return layout.unpermute(method(q, k, v, extra, AttnContext(layout=layout, topk=KeptTiles.of(topk), **context)))
 
 
@@ -138,15 +158,8 @@ def test_a_method_computes_what_its_rule_keeps(tail, rule):
     grid = GRID if rule.get("over") != "head" else (4, 4, 6)
     leaves = inputs(grid)
     out = run(METHODS[tail](**SIZES, tile_thw=TILE, **rule), grid, leaves)
-    expected = definition(*leaves[:3], leaves[3:], grid=grid, tail=tail, topk=3, **rule)
-    weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)
-    used = leaves[: 5 if tail == "coarse" else 3]
-    for ours, theirs in zip(
-        (out, *torch.autograd.grad((out * weights).sum(), used)),
-        (expected, *torch.autograd.grad((expected * weights).sum(), used)),
-        strict=True,
-    ):
-        torch.testing.assert_close(ours, theirs, atol=1e-10, rtol=0)
+    expected = definition(*leaves[:3], leaves[3:], tiles=members(grid, TILE), tail=tail, topk=3, **rule)
+    assert_same(out, expected, leaves[: 5 if tail == "coarse" else 3])
     # the control: a plain top-k
     plain = run(METHODS[tail](**SIZES, tile_thw=TILE), grid, leaves)
     assert (plain - expected).abs().max() > 1e-3
@@ -166,6 +179,62 @@ def test_what_keeps_all_tiles_is_a_plain_topk_of_all(tail):
         torch.testing.assert_close(dense, everything, atol=1e-12, rtol=0)
     if tail == "pooled":
         torch.testing.assert_close(everything, dense_attn(*leaves[:3]), atol=1e-12, rtol=0)
+
+
+def preset(name, **options):
+    whole = {"tile_thw": list(TILE), "start": OmegaConf.load(CONFIGS / "start" / "scratch.yaml")}
+    whole["attention"] = OmegaConf.load(CONFIGS / "attention" / f"{name}.yaml")
+    return instantiate(OmegaConf.create(whole).attention)(**SIZES, **options)
+
+
+SPARGE2 = {"rule": "larger_of_both", "top_p": 0.2}
+PRESETS = {
+    "vsa": ({"tile_thw": TILE}, {"tail": "coarse", "rule": "topk"}),
+    "vsa2": ({"score_thw": (1, 2, 2)}, {"tail": "coarse", "rule": "topk", "over": "head", "subs": (1, 2, 2)}),
+    "sol": ({}, {"tail": "pooled", "rule": "mean_plus_std", "deviations": 1.5}),
+    "spargeattention2": (
+        {"tile_thw": (1, 1, 8), "kv_tile_thw": (1, 1, 4)},
+        {"tail": "none", **SPARGE2, "runs": (8, 4)},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_is_its_paper(name):
+    grid, leaves, (options, by_definition) = GRID, inputs(GRID), PRESETS[name]
+    method, rule = preset(name, **options), dict(by_definition)
+    tiles = {"tiles": members(grid, TILE)}
+    if subs := rule.pop("subs", None):
+        tiles["subs"] = members(grid, subs)
+    if lengths := rule.pop("runs", None):
+        tiles = {"tiles": runs(grid, lengths[0]), "kv_tiles": runs(grid, lengths[1])}
+    gates = leaves[3:]
+    if rule["tail"] == "coarse" and method.to_gate_fine is None:
+        gates[1] = torch.ones_like(gates[1])
+    topk = 1 if name == "spargeattention2" else 3
+    out = run(method, grid, [*leaves[:3], *gates], topk)
+    used = leaves[: {"vsa": 5, "vsa2": 4}.get(name, 3)]
+    assert_same(out, definition(*leaves[:3], gates, **tiles, topk=topk, **rule), used)
+    # the control
+    other = {**rule, "rule": "topk", "over": "row", "top_p": None, "deviations": None}
+    other = definition(*leaves[:3], gates, **tiles, topk=topk + (name == "vsa"), **other)
+    assert (out - other).abs().max() > 1e-3
+
+
+def test_vsa2_with_whole_tiles_and_a_budget_per_row_is_the_fine_stage_of_vsa():
+    """Its gate starts at tanh(0) = 0, and stays below 1."""
+    grid, leaves = (4, 4, 6), [x.detach() for x in inputs((4, 4, 6))]
+    vsa2, vsa = preset("vsa2", over="row"), VideoSparseAttention(**SIZES, tile_thw=TILE)
+    x = torch.randn(2, math.prod(grid), 16, generator=torch.Generator().manual_seed(0))
+    gate = vsa2.project(x)["gate_compress"]
+    assert gate.abs().max() == 0
+    nothing = torch.zeros_like(leaves[0])
+    ours, fine = (run(method, grid, [*leaves[:3], nothing, nothing + 1]) for method in (vsa2, vsa))
+    assert torch.equal(ours, fine)
+    assert not torch.equal(run(preset("vsa2"), grid, [*leaves[:3], nothing, nothing + 1]), fine)
+    torch.nn.init.normal_(vsa2.to_gate_compress.weight, std=10)
+    linear = x @ vsa2.to_gate_compress.weight.T
+    torch.testing.assert_close(vsa2.project(x)["gate_compress"].flatten(2), linear.tanh())
 
 
 def test_damaged_keys_reach_every_budget():

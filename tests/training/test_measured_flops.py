@@ -21,6 +21,17 @@ RULES = {
         "attention.theta=-1",
         "attention.allow_training=true",
     ),
+    "top_p": ("attention=video_sparse", "attention.rule=top_p", "attention.top_p=0.5", "attention.over=head"),
+    # beside an annealed top-k
+    "larger_of_both": (
+        "attention=pooled_tail",
+        "attention.rule=larger_of_both",
+        "attention.top_p=0.4",
+        "sparsity=linear",
+        "sparsity.topk=null",
+        "sparsity.dense_steps=1",
+        "sparsity.total_steps=4",
+    ),
 }
 
 
@@ -68,6 +79,15 @@ def test_the_pairs_of_lists_are_counted_logged_and_resumed(training, counted, ov
     assert [training.last().state[name] for name in names] == [straight[name] for name in names]
     for name in ("throughput/flops_total", "sparsity/measured_density"):
         assert training.metrics()[6][name] == rows[6][name]
+
+
+def test_a_run_goes_on_with_its_rule_alone(training):
+    settings = (*RULES["top_p"], "trainer.max_steps=1")
+    training(*settings)
+    for other in ("attention.top_p=0.4", "attention.over=layer"):
+        key, _, value = other.partition("=")
+        with pytest.raises(ValueError, match=rf"was trained with {key}=.*, the settings have {value}"):
+            training(*settings, other, "trainer.max_steps=2", "ckpt_path=last")
 
 
 @pytest.mark.parametrize("level", ["attention", "attention_mlp", "full"])

@@ -66,8 +66,9 @@ def _described(method: AttentionMethod, model: Network) -> dict[str, Any]:
     if not isinstance(method, VideoSparseAttention):
         method_names = ", ".join(("video_sparse", *WITHOUT_PARAMETERS))
         raise ValueError(f"a {SPARSE_CONFIG} describes {method_names} attention, the model has {model.attention_names}")
-    if method.score != "mean":
-        raise ValueError(f"a {SPARSE_CONFIG} describes video_sparse of score=mean, the model has score={method.score}")
+    for name, plain in (("score", "mean"), ("rule", "topk"), ("over", "row"), ("gate_activation", "none")):
+        if (value := getattr(method, name)) != plain:
+            raise ValueError(f"a {SPARSE_CONFIG} describes video_sparse of {name}={plain}, the model has {name}={value}")
     return {
         "method": "video_sparse",
         "tile_thw": method.tile_thw,

@@ -9,7 +9,7 @@ import pytest
 from vsa.attention.layout import Segment
 from vsa.config import config_folder
 from vsa.evaluation.comparison.methods import parse_methods
-from vsa.evaluation.comparison.usual import usual_methods, usual_on
+from vsa.evaluation.comparison.usual import PRESETS, usual_methods, usual_on
 
 LAYER = {"dim": 24, "num_heads": 1, "head_dim": 24, "layer_idx": 0}
 
@@ -21,7 +21,9 @@ def test_the_usual_methods_are_every_kind(tile):
     methods = parse_methods(usual_methods((8, 16, 16), tile_thw=tile), tile_thw=tile)
     assert methods[0].label == "full"
     names = {method.label.partition(" ")[0] for method in methods}
-    assert names == {path.stem for path in (config_folder() / "attention").glob("*.yaml")} | {"sliding_tile"}
+    files = {path.stem for path in (config_folder() / "attention").glob("*.yaml")}
+    assert names == (files | {"sliding_tile"}) - set(PRESETS)
+    assert set(PRESETS) <= files
     budgets = {method.sparsity for method in methods if method.family == "staged stages=f score=oracle"}
     assert budgets == {0.5, 0.75, 0.875}
     labels = {method.label for method in methods}
