@@ -68,7 +68,8 @@ def _described(method: AttentionMethod, model: Network) -> dict[str, Any]:
         raise ValueError(f"a {SPARSE_CONFIG} describes {method_names} attention, the model has {model.attention_names}")
     for name, plain in (("score", "mean"), ("rule", "topk"), ("over", "row"), ("gate_activation", "none")):
         if (value := getattr(method, name)) != plain:
-            raise ValueError(f"a {SPARSE_CONFIG} describes video_sparse of {name}={plain}, the model has {name}={value}")
+            described = f"a {SPARSE_CONFIG} describes video_sparse of {name}={plain}"
+            raise ValueError(f"{described}, the model has {name}={value}")
     return {
         "method": "video_sparse",
         "tile_thw": method.tile_thw,
