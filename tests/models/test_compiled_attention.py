@@ -13,6 +13,8 @@ from vsa.attention.grouped import GroupedAttention
 from vsa.attention.neighborhood.method import NeighborhoodAttention
 from vsa.attention.pooled_tail import PooledTail
 from vsa.attention.staged import StagedAttention
+from vsa.attention.video_sparse import VideoSparseAttention
+from vsa.models.pair_tally import PairTally
 from vsa.models.video_dit import VideoDiT
 
 SLOW = pytest.mark.slow
@@ -26,6 +28,9 @@ METHODS = {
     "sub-blocks": partial(PooledTail, tile_thw=(2, 2, 2), score="subblock_softmax", score_thw=(1, 2, 2)),
     "mass": partial(StagedAttention, tile_thw=(2, 2, 2), score="mass"),
     "second order": partial(PooledTail, tile_thw=(2, 2, 2), score="mass", order=2),
+    "budget of a layer": partial(
+        VideoSparseAttention, tile_thw=(2, 2, 2), rule="larger_of_both", top_p=0.1, over="layer"
+    ),
     "groups": partial(GroupedAttention, groups=[(1, "all", "all"), ("all", 1, 1)]),
     "pooled keys": CompressedKV,
     # shares and tokens, a fine mask and none, 30 tokens in tiles of 64 and of 8
@@ -36,7 +41,7 @@ METHODS = {
     "whole windows": partial(NeighborhoodAttention, window_thw=(1.0, 1.0, 1.0)),
     "fine tiles": partial(FineGrainedAttention, q_tokens=16, kv_tokens=4, top_p=0.6, allow_training=True),
 }
-QUICK = ("excluded window", "groups")
+QUICK = ("excluded window", "budget of a layer", "groups")
 UNSELECTIVE = ("groups", "pooled keys", "windows", "strided windows", "whole windows", "fine tiles")
 
 
@@ -51,6 +56,8 @@ def test_compiled_blocks_equal_eager_ones(name):
     latents = torch.randn(1, 16, 3, 10, 8, generator=generator)
     text = torch.randn(1, 4, 8, generator=generator)
 
+    model.tally = PairTally(torch.device("cpu")) if model.measured else None
+
     def losses():
         for topk in (2, 3):
             model.zero_grad()
@@ -59,10 +66,15 @@ def test_compiled_blocks_equal_eager_ones(name):
             yield [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
 
     eager = list(losses())
+    counted = model.tally and model.tally.take()
     torch.compiler.reset()
     model.compile_blocks(backend="eager")
     for ours, theirs in zip(losses(), eager, strict=True):
         for a, b in zip(ours, theirs, strict=True):
             assert torch.allclose(a, b, atol=1e-6, rtol=1e-4)
+    if counted:
+        (pairs, dense), (theirs, _) = model.tally.take(), counted
+        assert torch.equal(pairs, theirs)
+        assert 0 == pairs[0] < pairs[1] < dense
     if name not in UNSELECTIVE:
         assert not all(torch.equal(a, b) for a, b in zip(*eager, strict=True))
