@@ -111,6 +111,11 @@ def test_a_measured_budget_ends_a_run(training, monkeypatch):
     trainer = training(*settings, f"flop_budget={each * 30.5}", "~trainer.max_steps")
     planned = training.last().state["config"]["trainer"]["max_steps"]
     assert planned > 32 == trainer.global_step == trainer.max_steps
+    # it does not go on, unless it may compute more
+    again = (*settings, "~trainer.max_steps", "ckpt_path=last")
+    training(*again, f"flop_budget={each * 30.5}")
+    assert training.last().step == 32
+    assert training(*again, f"flop_budget={each * 32.5}").global_step == 34
     assert torch.isfinite(torch.tensor(float(training.metrics()[32]["val/loss"])))
 
 

@@ -312,6 +312,11 @@ def _max_steps(cfg: DictConfig, datamodule: Any, resume: Checkpoint | None) -> i
     if budget_of(cfg) == "second_budget" and before.get("second_budget") == cfg.second_budget:
         # the budget was converted to steps when the run began
         return before["trainer"]["max_steps"]
+    if resume is not None and "flops_measured" in resume.state and budget_of(cfg) == "flop_budget":
+        flops = resume.state["flops_total"] + resume.state["flops_measured"]
+        if flops >= cfg.flop_budget and resume.step % cfg.trainer.log_every_n_steps == 0:
+            # the log line at which `Throughput` ended the run
+            return resume.step
     return steps_of_budget(cfg, datamodule, lambda step: _step_seconds(cfg, step))
 
 
