@@ -278,6 +278,17 @@ def test_rules_that_stages_or_rows_do_not_have():
         method.attend(q, q, q, AttnContext(layout=layout, topk=KeptTiles.of(1)))
 
 
+def test_scores_without_an_attention_map_have_shares_of_their_sum():
+    scores = torch.tensor([[[[5.0, 3.0, 2.0, 0.0], [0.0, 0.2, 0.1, 0.1], [0.0, 0.0, 0.0, 1.0]]]])
+    for over, expected in (("row", [[1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 0, 1]]),
+                           ("head", [[1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 0, 1]])):  # fmt: skip
+        method = PooledTail(**SIZES, tile_thw=TILE, rule="top_p", top_p=0.6, over=over)
+        layout = method.layout([Segment((2, 4, 4))], "cpu")
+        index = method.choose(scores, KeptTiles.of(1), layout, logits_of=lambda scores: None)
+        # of the head: 1 + 1/2 + 1/2 of 3
+        assert index.to_dense(4)[0, 0].int().tolist() == expected
+
+
 def test_expected_pairs():
     rules = {
         (("rule", "topk"),): 3,

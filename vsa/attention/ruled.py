@@ -97,20 +97,21 @@ class RuledAttention(AttentionMethod):
             scores: `[B, H, Nq, Nkv]`; inf for tiles that are kept whatever the others have.
             topk: count of the layer.
             layout: layout of the row.
-            logits_of: gives the logits of an attention map for the scores; None: there is no such map.
+            logits_of: gives the logits of an attention map for the scores; None: there is no such map, and shares are
+                those of the scores, at least 0, in their row.
             candidates, always, **masks: see `select_blocks`.
         """
         if (rule := self.row_rule) is None:
             return select_blocks(scores, topk, candidates=candidates, always=always, **masks)
-        logits = None if rule.over == "row" and rule.top_p is None else logits_of(scores)
-        scores = scores if logits is None else logits
+        if rule.over != "row" or rule.top_p is not None:
+            logits = logits_of(scores)
+            scores = scores.log() if logits is None else logits
         if rule.over != "row":
             if (samples := len(layout.sample_spans)) > 1:
                 raise ValueError(f"over={rule.over} shares a budget inside a sample, got {samples} in a row")
-            if logits is not None:
-                # inf has no softmax
-                damaged = scores == math.inf
-                hidden = damaged if candidates is None else damaged | ~candidates
-                hidden = hidden if always is None else hidden | always
-                scores = scores.masked_fill(hidden, -math.inf).softmax(-1).masked_fill(damaged, math.inf)
+            # inf has no softmax
+            damaged = scores == math.inf
+            hidden = damaged if candidates is None else damaged | ~candidates
+            hidden = hidden if always is None else hidden | always
+            scores = scores.masked_fill(hidden, -math.inf).softmax(-1).masked_fill(damaged, math.inf)
         return select_blocks(scores, rule, topk=topk, candidates=candidates, always=always, **masks)
