@@ -31,7 +31,7 @@ OPTIONS = {
     "spargeattention2": [{"tile_thw": (1, 1, 8), "kv_tile_thw": (1, 1, 4)}],
     "staged": [
         *({"stages": stages, "window_thw": (1, 1, 3)} for stages in ("c_f", "f", "l", "c_f_l", "c_fl", "c_f_l_e")),
-        *({"stages": "f", "score": score} for score in ("mass", "oracle", "subblock_softmax", "random")),
+        *({"stages": "f", "score": score} for score in ("mass", "error", "oracle", "subblock_softmax", "random")),
         *({"stages": "c_f", "pooling": pooling} for pooling in ("max", "conv")),
         {"stages": "f", "pool_thw": (1, 2, 2)},
         {"stages": "f", "partition": "hilbert_run", "kv_tile_thw": (2, 2, 1), "score": "mass"},
@@ -39,6 +39,8 @@ OPTIONS = {
     "pooled_tail": [
         *({"order": order, "score": score} for order in (1, 2) for score in ("mean", "mass", "subblock_softmax")),
         {"score": "subblock_lse"},
+        {"score": "error", "tail": "none"},
+        {"tail": "double_count", "levels": 2, "node_thw": (4, 2, 4)},
     ],
     "fine_grained": [{**BLOCKS, "order": order, "top_p": p} for order in ("raster", "hilbert") for p in (0.2, 0.9)]
     + [{**BLOCKS, "attended": "tile", "merge": "consecutive"}],

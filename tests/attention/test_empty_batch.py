@@ -14,7 +14,7 @@ from vsa.config_files import choices
 GRID = (4, 4, 4)
 CASES = [
     *((name, ()) for name in choices()["attention"]),
-    *(("staged", (f"score={score}",)) for score in ("mean", "subblock_softmax", "mass", "oracle", "random")),
+    *(("staged", (f"score={score}",)) for score in ("mean", "subblock_softmax", "mass", "error", "oracle", "random")),
     ("staged", ("stages=c_fl", "window_thw=[1,1,3]", "pooling=conv")),
     ("pooled_tail", ("order=2", "score=mass")),
     ("dynamic_hilbert", ("padding=zeros",)),

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from vsa_kernels import BlockIndex
 
 from tests.attention.oracle import cube_ids
 from vsa.attention.context import AttnContext
@@ -18,8 +19,9 @@ SIZES = {"dim": 16, "num_heads": 4, "head_dim": 4}
 pytestmark = pytest.mark.filterwarnings("ignore:tiles .* are .* full")
 
 
-def oracle(q, k, v, *, grid, tile, topk, order, score):
-    """Raster order; one row of logits per token: every token of the selected tiles, then every other tile."""
+def oracle(q, k, v, *, grid, tile, topk, order, score, tail="excluded"):
+    """Raster order; one row of logits per token: every token of the selected tiles, then every tile of the tail."""
+    absent = {"excluded": lambda rows: rows, "double_count": torch.zeros_like, "none": torch.ones_like}[tail]
     group = q.shape[2] // k.shape[2]
     k, v = k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
@@ -42,7 +44,7 @@ def oracle(q, k, v, *, grid, tile, topk, order, score):
     )
     rows = selection[:, :, ids]
     logits = (scale * q @ k.transpose(-1, -2)).masked_fill(~rows[..., ids], -math.inf)
-    both = torch.cat((logits, tail.masked_fill(rows, -math.inf)), -1).softmax(-1)
+    both = torch.cat((logits, tail.masked_fill(absent(rows), -math.inf)), -1).softmax(-1)
     return (both @ torch.cat((v, mean_v), 2)).transpose(1, 2)
 
 
@@ -84,6 +86,89 @@ def test_it_is_one_softmax_over_tokens_and_tiles(order, score, grid, kv_heads):
     assert not torch.allclose(out, oracle(*qkv, **definition, order=order, score=other), atol=1e-4)
 
 
+def masks_of(q, k, grid, tile, node, topk):
+    """Selected tiles [B, H, N, N] and open nodes [B, H, N, M], the tile rows and node rows of tokens, all by ids."""
+    tiles, nodes = (torch.tensor(cube_ids(grid, size)) for size in (tile, node))
+    in_tile = torch.stack([tiles == n for n in range(int(tiles.max()) + 1)]).double()
+    in_node = torch.stack([nodes == n for n in range(int(nodes.max()) + 1)]).double()
+    node_of = torch.stack([nodes[row > 0][0] for row in in_tile])
+    means = lambda x, rows: (rows / rows.sum(1, keepdim=True)) @ x  # noqa: E731
+    best = lambda x: torch.zeros_like(x).scatter(-1, x.topk(min(topk, x.shape[-1])).indices, 1.0) > 0  # noqa: E731
+    opened = best(means(q, in_node) @ means(k, in_node).transpose(-1, -2))[:, :, node_of]
+    ranks = means(q, in_tile) @ means(k, in_tile).transpose(-1, -2)
+    return best(ranks.masked_fill(~opened[..., node_of], -math.inf)), opened, in_tile, in_node, node_of
+
+
+def two_levels(q, k, v, *, grid, tile, node, topk, tail):
+    """Raster order; tokens of selected tiles, tiles of open nodes, nodes."""
+    q, k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2).transpose(1, 2) for x in (q, k, v))
+    scale = q.shape[-1] ** -0.5
+    selected, opened, in_tile, in_node, node_of = masks_of(q, k, grid, tile, node, topk)
+    logits, values = [], []
+    closed = torch.ones_like(opened) if tail == "double_count" else ~opened
+    of_tiles = opened[..., node_of] if tail == "double_count" else opened[..., node_of] & ~selected
+    for rows, seen in (
+        (torch.eye(q.shape[2]).to(q), selected.double() @ in_tile > 0),
+        (in_tile, of_tiles),
+        (in_node, closed),
+    ):
+        mean = rows / rows.sum(1, keepdim=True)
+        seen = (in_tile.T @ seen.double()) > 0
+        logits.append((scale * q @ (mean @ k).transpose(-1, -2) + rows.sum(1).log()).masked_fill(~seen, -math.inf))
+        values.append(mean @ v)
+    return (torch.cat(logits, -1).softmax(-1) @ torch.cat(values, 2)).transpose(1, 2)
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("grid", [(4, 4, 6), (3, 5, 7)], ids=str)
+@pytest.mark.parametrize("tail", ["excluded", "double_count"])
+def test_two_levels_are_one_softmax_over_tokens_tiles_and_nodes(tail, grid, kv_heads):
+    """A node that is not open stands for all of its tiles; LLSA has the tail of every level whole."""
+    qkv = random_qkv(grid, kv_heads)
+    definition = {"grid": grid, "tile": (1, 2, 2), "node": (2, 4, 2), "topk": 3}
+    method = PooledTail(**SIZES, tile_thw=(1, 2, 2), node_thw=(2, 4, 2), levels=2, tail=tail)
+    out, grads = run(method, grid, qkv, 3)
+    leaves = [x.clone().requires_grad_() for x in qkv]
+    expected = two_levels(*leaves, **definition, tail=tail)
+    for ours, theirs in zip((out, *grads), (expected, *grads_of(expected, leaves)), strict=True):
+        assert torch.allclose(ours, theirs, atol=1e-11)
+    other = {"excluded": "double_count", "double_count": "excluded"}[tail]
+    assert not torch.allclose(out, two_levels(*qkv, **definition, tail=other), atol=1e-3)
+    flat, _ = run(PooledTail(**SIZES, tile_thw=(1, 2, 2), tail=tail), grid, qkv, 3)
+    assert not torch.allclose(out, flat, atol=1e-3)
+    # all tiles are dense attention, unless they count again in the means
+    every, _ = run(method, grid, qkv, 1000)
+    assert torch.allclose(every, dense_attn(*qkv), atol=1e-12) == (tail == "excluded")
+
+
+def test_a_reused_selection_opens_the_nodes_of_its_tiles():
+    """Every token then counts once still: with equal values the output is that value, with equal keys the mean."""
+    grid = (4, 4, 6)
+    method = PooledTail(**SIZES, tile_thw=(1, 2, 2), node_thw=(2, 4, 2), levels=2)
+    layout = method.layout([Segment(grid)])
+    q, _, v = random_qkv(grid)
+    index = BlockIndex.from_dense(torch.rand(2, 4, 24, 24, generator=torch.Generator().manual_seed(1)) < 0.1)
+    ctx = AttnContext(layout=layout, topk=KeptTiles.of(2), selection=index)
+    out = method.attend(q, torch.zeros_like(q), v, ctx)["out"]
+    assert torch.allclose(out, v.mean(1, keepdim=True).expand_as(v), atol=1e-12)
+
+
+@pytest.mark.parametrize("tail", ["double_count", "none"])
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_a_tail_that_counts_twice_and_none(tail, kv_heads):
+    """With order 2 too where there is a tail; the selection is the same."""
+    grid = (3, 5, 4)
+    for order in (1, 2) if tail == "double_count" else (1,):
+        qkv = random_qkv(grid, kv_heads)
+        out, grads = run(PooledTail(**SIZES, tile_thw=(2, 2, 2), order=order, tail=tail), grid, qkv, 3)
+        leaves = [x.clone().requires_grad_() for x in qkv]
+        definition = {"grid": grid, "tile": (2, 2, 2), "topk": 3, "order": order, "score": "mean"}
+        expected = oracle(*leaves, **definition, tail=tail)
+        for ours, theirs in zip((out, *grads), (expected, *grads_of(expected, leaves)), strict=True):
+            assert torch.allclose(ours, theirs, atol=1e-11)
+        assert not torch.allclose(out, oracle(*qkv, **definition), atol=1e-3)
+
+
 @pytest.mark.parametrize("order", [1, 2])
 def test_all_tiles_and_tiles_of_one_token_are_dense_attention(order):
     grid = (3, 4, 4)
@@ -118,6 +203,18 @@ def test_pairs_and_bad_input():
     layout = method.layout([Segment((8, 8, 8))])
     assert method.pairs(layout, 2) == 512 * (2 * 64 + 8)
     assert PooledTail(**SIZES, order=2).pairs(layout, 2) == 512 * (2 * 64 + 8 + 4)
+    # no tail is no pair of it, and both levels are computed for every token
+    assert PooledTail(**SIZES, tail="none").pairs(layout, 2) == 512 * 2 * 64
+    assert PooledTail(**SIZES, tail="none", score="mass").pairs(layout, 2) == 512 * (2 * 64 + 4)
+    assert PooledTail(**SIZES, score="error").pairs(layout, 2) == 512 * (2 * 64 + 8 + 4)
+    two = PooledTail(**SIZES, levels=2, node_thw=(4, 8, 8), tail="double_count")
+    assert two.pairs(two.layout([Segment((8, 8, 8))]), 2) == 512 * (2 * 64 + 8 + 2)
+    assert PooledTail(**SIZES, tile_thw=(2, 4, 4)).node_thw == (4, 16, 16)
+    for options in ({"order": 2}, {"levels": 2}):
+        with pytest.raises(ValueError, match=r"(order|levels)=2 needs a tail, got tail=none"):
+            PooledTail(**SIZES, tail="none", **options)
+    with pytest.raises(ValueError, match=r"tile_thw=\[4, 4, 4\] must divide node_thw=\[4, 6, 4\]"):
+        PooledTail(**SIZES, levels=2, node_thw=(4, 6, 4))
     with pytest.raises(ValueError, match="order=3: expected one of 1, 2"):
         PooledTail(**SIZES, order=3)
     row = method.layout([Segment((4, 4, 4)), Segment((1, 1, 3), "text")])

@@ -39,6 +39,8 @@ TILES = {
     "sub-blocks in one pass": {"tile_thw": (2, 4, 4), "score": "subblock_lse", "score_thw": (2, 2, 1)},
     "mass": {"tile_thw": (2, 2, 4), "score": "mass"},
     "mass 64x16": {"tile_thw": (2, 4, 4), "kv_tile_thw": (1, 4, 2), "score": "mass"},
+    "error": {"tile_thw": (2, 2, 4), "score": "error"},
+    "error 64x16": {"tile_thw": (2, 4, 4), "kv_tile_thw": (1, 4, 2), "score": "error"},
     "oracle": {"tile_thw": (2, 2, 4), "score": "oracle"},
     "oracle 64x16": {"tile_thw": (2, 4, 4), "kv_tile_thw": (1, 4, 2), "score": "oracle"},
 }
@@ -52,7 +54,7 @@ def members_of(grid, tile):
     return torch.stack([ids == n for n in range(int(ids.max()) + 1)])
 
 
-def scores_of(q, k, members, *, score, pooled_map, score_members):
+def scores_of(q, k, members, *, score, pooled_map, score_members, v=None):
     """[B, H, Nq, Nkv] by sums over pairs of small tiles; members: bool rows of tokens by name."""
     scale = q.shape[-1] ** -0.5
     means = lambda x, rows: torch.stack([x[:, :, row].mean(2) for row in rows], 2)  # noqa: E731
@@ -60,9 +62,15 @@ def scores_of(q, k, members, *, score, pooled_map, score_members):
     if score == "oracle":
         weights = (q @ k.transpose(-1, -2) * scale).softmax(-1)
         return means(weights @ fine_kv.double().T, fine_q)
-    if score == "mass":
-        logits = q @ means(k, fine_kv).transpose(-1, -2) * scale + fine_kv.sum(1).log()
-        return means(logits.softmax(-1), fine_q)
+    if score in ("mass", "error"):
+        shares = (q @ means(k, fine_kv).transpose(-1, -2) * scale + fine_kv.sum(1).log()).softmax(-1)
+        if score == "error":
+            var_k, var_v = (torch.stack([x[:, :, row].var(2, correction=0) for row in fine_kv], 2) for x in (k, v))
+            spread = torch.stack(
+                [(q * scale * var_k[:, :, j, None].sqrt()).square().sum(-1) for j in range(len(fine_kv))], -1
+            )
+            shares = shares.square() * spread * var_v.sum(-1)[:, :, None]
+        return means(shares, fine_q)
     subs = score.startswith("subblock")
     small_q, small_kv = (score_members,) * 2 if subs else (members["pool_q"], members["pool_kv"])
     cells = means(q, small_q) @ means(k, small_kv).transpose(-1, -2) * scale
@@ -84,7 +92,7 @@ def oracle(
     """Raster order."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     scale = q.shape[-1] ** -0.5
-    scores = scores_of(q, k, members, score=score, pooled_map=pooled_map, score_members=score_members)
+    scores = scores_of(q, k, members, score=score, pooled_map=pooled_map, score_members=score_members, v=v)
     topk = min(topk, scores.shape[-1])
     selection = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, scores.topk(topk).indices, True)
     mask = members["q"].double().T @ selection.double() @ members["kv"].double()
@@ -152,13 +160,14 @@ def test_tiles_of_several_sizes_are_a_dense_mask(name, grid):
     if grid == (4, 8, 8):
         coarse = len(members["pool_q"]) * len(members["pool_kv"])
         tokens = math.prod(grid)
-        pairs = {"mass": tokens * len(members["kv"]), "oracle": tokens**2}.get(options.get("score"), 0)
+        each = tokens * len(members["kv"])
+        pairs = {"mass": each, "error": 2 * each, "oracle": tokens**2}.get(options.get("score"), 0)
         pairs = len(how["score_members"]) ** 2 if "score_members" in how else pairs
         assert method.pairs(layout, topk) == coarse + pairs / 2 + int(mask[0, 0].sum())
 
 
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
-@pytest.mark.parametrize("name", ["sub-blocks", "sub-blocks in one pass", "mass", "oracle"])
+@pytest.mark.parametrize("name", ["sub-blocks", "sub-blocks in one pass", "mass", "error", "oracle"])
 def test_video_sparse_attention_has_the_scores_too(name, grid):
     """Its coarse output has the means whatever the score."""
     options, tensors = TILES[name], tensors_of(grid)
@@ -179,10 +188,14 @@ def test_video_sparse_attention_has_the_scores_too(name, grid):
     for ours, theirs in zip((out, *grads_of(out, leaves)), (expected, *grads_of(expected, leaves)), strict=True):
         assert torch.allclose(ours, theirs, atol=1e-12)
     assert not torch.allclose(out, oracle(*leaves[:3], gates, 3, members)[0], atol=1e-3)
-    best = seen["scores"].topk(3, dim=-1).indices.sort(-1).values
-    assert torch.equal(best, seen["kv_indices"][..., :3].long())
+    # an error is no share of the attention map
+    assert ("scores" in seen) == (name != "error")
+    if name != "error":
+        best = seen["scores"].topk(3, dim=-1).indices.sort(-1).values
+        assert torch.equal(best, seen["kv_indices"][..., :3].long())
     if grid == (4, 8, 8):
-        score = {"mass": 256 * len(members["kv"]), "oracle": 256**2}.get(name, 0 if subs is None else len(subs) ** 2)
+        each = 256 * len(members["kv"])
+        score = {"mass": each, "error": 2 * each, "oracle": 256**2}.get(name, 0 if subs is None else len(subs) ** 2)
         assert method.pairs(layout, 3) == layout.num_blocks**2 + score / 2 + int(mask[0, 0].sum())
 
 
@@ -203,7 +216,7 @@ def test_sub_blocks_rank_the_tiles_of_rows_with_text(score):
     assert torch.equal(listed[..., 1:3] - 1, alone)
     assert (listed[..., 0] == 0).all()
     ctx = AttnContext(layout=method.layout(row), topk=KeptTiles.of(2))
-    for other in ("mass", "oracle", "random"):
+    for other in ("mass", "error", "oracle", "random"):
         method.score = other
         with pytest.raises(ValueError, match=f"score={other} takes rows of one video"):
             method.attend(q, k, v, ctx)
@@ -288,7 +301,9 @@ def test_sub_blocks_rank_the_tiles_of_a_pooled_tail(monkeypatch):
     layout = method.layout([Segment(grid)])
     q, k, v = (layout.permute(x) for x in tensors[:3])
     monkeypatch.setattr(
-        pooled_tail, "select_blocks", lambda scores, rule: calls.append(scores) or select_blocks(scores, rule)
+        pooled_tail,
+        "select_blocks",
+        lambda scores, *rest, **named: calls.append(scores) or select_blocks(scores, *rest, **named),
     )
     method.attend(q, k, v, AttnContext(layout=layout, topk=KeptTiles.of(topk)))
     members = {name: members_of(grid, (2, 2, 2)) for name in ("q", "kv")}

@@ -31,6 +31,7 @@ METHODS = {
     "budget of a layer": partial(
         VideoSparseAttention, tile_thw=(2, 2, 2), rule="larger_of_both", top_p=0.1, over="layer"
     ),
+    "two levels": partial(PooledTail, tile_thw=(2, 2, 2), levels=2, node_thw=(4, 4, 4), tail="double_count"),
     "groups": partial(GroupedAttention, groups=[(1, "all", "all"), ("all", 1, 1)]),
     "pooled keys": CompressedKV,
     # shares and tokens, a fine mask and none, 30 tokens in tiles of 64 and of 8

@@ -6,7 +6,9 @@ With mean queries qm and keys km of tiles, n_j tokens of kv tile j, s = 1/sqrt(D
                        softmax
     subblock_softmax   mean over sub-blocks u of i of  sum over sub-blocks w of j of  softmax_w(s qm_u km_w + ln n_w)
     subblock_lse       logsumexp over u of i and w of j of  s qm_u km_w + ln n_w
-    mass               mean over tokens a of i of  softmax_j(s q_a km_j + ln n_j)
+    mass               mean over tokens a of i of  p_aj = softmax_j(s q_a km_j + ln n_j)
+    error              mean over tokens a of i of  p_aj^2 (s^2 q_a^2 var_j) w_j, with the variances var_j of the keys
+                       of j by channel, and the sum w_j of those of its values
 
     oracle             mean over tokens a of i of  sum over tokens b of j of  softmax_b(s q_a k_b)
     random             numbers in [0, 1) that do not depend on q and k
@@ -15,13 +17,16 @@ subblock_softmax and mass estimate the share of a query tile's attention mass th
 tiles, the other from every query. subblock_lse needs one pass where a softmax needs two, and follows the sub-blocks of
 large logits. oracle is the share, at the cost of dense attention: no selection of as many tiles per row holds more
 mass. That bounds the recall of other scores, not their error: beside a pooled tail a tile of large mass and equal keys
-need not be exact. random shows what any selection reaches.
+need not be exact. error estimates what is lost where the means of j stand for its tokens, as the product of the
+spreads of its logits and of its values; tiles cost the same, so it is not divided by a cost. random shows what any
+selection reaches.
 
 Source: mean is VSA's (arXiv 2505.13389). For full tiles subblock_softmax ranks like the routers of VSA2 (arXiv
 2609.32882) and DFSAttn, which average or sum the softmax over the cells of a tile; in ragged tiles a sub-block counts
 by its number of tokens, and DFSAttn's own treatment is an option of `subblock_scores`. subblock_lse is the sub-block
-router of SGLang (sgl-project/sglang#34148), with ln n for ragged tiles. The score mass is ours. SVG-EAR (arXiv
-2603.08982) ranks by the estimated error of what stands for a skipped tile, which is not implemented.
+router of SGLang (sgl-project/sglang#34148), with ln n for ragged tiles. The score mass is ours. error is
+after SVG-EAR (arXiv 2603.08982), which ranks clusters by the estimated error of their centroids per computed area;
+without the covariance of keys and values, which a kernel has no room for.
 
 B batch, L tokens, Nq / Nkv query / kv tiles, H / Hkv heads, D head dim.
 """
@@ -42,15 +47,15 @@ from vsa.attention import stats
 from vsa.attention.layout import TileLayout
 from vsa.attention.tiling import Grid
 
-Score = Literal["mean", "subblock_softmax", "subblock_lse", "mass", "oracle", "random"]
+Score = Literal["mean", "subblock_softmax", "subblock_lse", "mass", "error", "oracle", "random"]
 Ragged = Literal["weighted", "masked", "zeros"]
 """Treatment of short and missing sub-blocks, see `subblock_scores`."""
 
 
-def mean_scores(q: Tensor, k: Tensor, layout: TileLayout) -> Tensor:
+def mean_scores(q: Tensor, k: Tensor, q_blocks: Blocks, kv_blocks: Blocks) -> Tensor:
     """Scores `mean` `[B, H, Nq, Nkv]` without the factor s, at least fp32, of tile-major q, k `[B, L, H, D]`."""
-    q_mean = block_mean_pool(q.detach(), layout.blocks).transpose(1, 2)
-    k_mean = block_mean_pool(k.detach(), layout.kv_blocks).transpose(1, 2)
+    q_mean = block_mean_pool(q.detach(), q_blocks).transpose(1, 2)
+    k_mean = block_mean_pool(k.detach(), kv_blocks).transpose(1, 2)
     return q_mean @ per_head(k_mean, q.shape[2]).transpose(-1, -2)
 
 
@@ -144,6 +149,15 @@ def mass_scores(tail: Tensor, layout: TileLayout) -> Tensor:
     return block_mean_pool(tail.detach().softmax(-1).transpose(1, 2), layout.blocks).transpose(1, 2)
 
 
+def error_scores(tail: Tensor, q: Tensor, k: Tensor, v: Tensor, layout: TileLayout) -> Tensor:
+    """Scores `error` `[B, H, Nq, Nkv]` from the logits `[B, H, L, Nkv]` of `tile_logits`, at least fp32."""
+    heads = q.shape[2]
+    spread_k, spread_v = (per_head(variances(x.detach(), layout.kv_blocks).transpose(1, 2), heads) for x in (k, v))
+    queries = q.detach().to(spread_k.dtype).transpose(1, 2).square() / q.shape[-1]
+    lost = tail.detach().softmax(-1).square() * (queries @ spread_k.transpose(-1, -2))
+    return block_mean_pool(lost.transpose(1, 2), layout.blocks).transpose(1, 2) * spread_v.sum(-1)[:, :, None]
+
+
 def oracle_scores(q: Tensor, k: Tensor, layout: TileLayout) -> Tensor:
     """Scores `oracle`, fp32 `[B, H, Nq, Nkv]`, exact; computes dense attention for the rows of some tiles at a time."""
     sizes, start, rows = layout.blocks.sizes.tolist(), 0, []
@@ -194,10 +208,15 @@ def tile_logits(q: Tensor, k: Tensor, kv_blocks: Blocks, order: int = 1) -> Tens
     queries = q.to(k_mean.dtype).transpose(1, 2) * scale
     logits = queries @ per_head(k_mean.transpose(1, 2), heads).transpose(-1, -2)
     if order == 2:
-        spread = block_mean_pool(k.to(k_mean.dtype).square(), kv_blocks) - k_mean.square()
-        spread = per_head(spread.clamp(min=0).transpose(1, 2), heads)
+        spread = per_head(variances(k, kv_blocks).transpose(1, 2), heads)
         logits = logits + (queries.square() / 2) @ spread.transpose(-1, -2)
     return logits + kv_blocks.sizes.to(logits.dtype).log()
+
+
+def variances(x: Tensor, blocks: Blocks) -> Tensor:
+    """Variances `[B, N, H, D]` of x `[B, L, H, D]` by block, head and channel, at least fp32."""
+    means = block_mean_pool(x, blocks)
+    return (block_mean_pool(x.to(means.dtype).square(), blocks) - means.square()).clamp(min=0)
 
 
 def cell_means(values: Tensor, rows: Blocks, columns: Blocks) -> Tensor:

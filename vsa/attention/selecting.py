@@ -26,9 +26,9 @@ class SelectingAttention(RuledAttention):
         tile_thw: tokens per tile along time, height, width.
         partition: cube or a kind of runs, see `TileLayout`.
         block_order: nested or raster, see `TileLayout`.
-        score: score that ranks the tiles: mean, subblock_softmax, subblock_lse or mass, see `vsa.attention.scores`. For
-            comparisons: oracle (exact mass, at the cost of dense attention: the most recall, not the least error) or
-            random. Rows with text or of several videos have the first three.
+        score: score that ranks the tiles: mean, subblock_softmax, subblock_lse, mass or error, see
+            `vsa.attention.scores`. For comparisons: oracle (exact mass, at the cost of dense attention: the most
+            recall, not the least error) or random. Rows with text or of several videos have the first three.
         score_seed: seed of the score random; layers always differ.
         score_thw: tokens per sub-block of the sub-block scores along time, height, width; divides the tile.
         **layer: see `RuledAttention`.
@@ -51,6 +51,8 @@ class SelectingAttention(RuledAttention):
         self.block_order: BlockOrder = block_order
         self.score: Score = score
         self.score_seed = score_seed
+        if self.top_p is not None and score in ("error", "random"):
+            raise ValueError(f"top_p={self.top_p} needs a score of an attention map, got score={score}")
         if self.sub_thw is not None:
             refuse_no_divisor("score_thw", self.sub_thw, tile_thw=self.tile_thw)
 
@@ -69,11 +71,11 @@ class SelectingAttention(RuledAttention):
             layout.derive(scores.sub_blocks, self.sub_thw)
         return layout
 
-    def scores(self, q: Tensor, k: Tensor, layout: TileLayout, tail: Tensor | None = None) -> Tensor:
+    def scores(self, q: Tensor, k: Tensor, v: Tensor, layout: TileLayout, tail: Tensor | None = None) -> Tensor:
         """Scores `[B, H, Nv, Nkv]` of the kv tiles for every video query tile.
 
         Args:
-            q, k: tile-major `[B, L, H, D]`, `[B, L, Hkv, D]`.
+            q, k, v: tile-major `[B, L, H, D]`, `[B, L, Hkv, D]` for k and v.
             layout: a layout of this method.
             tail: logits `[B, H, L, Nkv]` of every query for the tiles as one key each; None: those of order 1.
         """
@@ -82,19 +84,21 @@ class SelectingAttention(RuledAttention):
             return scores.subblock_scores(q, k, layout, self.sub_thw, form=form)
         layout.only_video(f"score={self.score}")
         if self.score == "mean":
-            return scores.mean_scores(q, k, layout)
+            return scores.mean_scores(q, k, layout.blocks, layout.kv_blocks)
         if self.score == "oracle":
             return scores.oracle_scores(q, k, layout)
         if self.score == "random":
             return scores.random_scores(q, layout, self.score_seed * 1009 + self.layer_idx)
         tail = scores.tile_logits(q.detach(), k.detach(), layout.kv_blocks) if tail is None else tail
+        if self.score == "error":
+            return scores.error_scores(tail, q, k, v, layout)
         return scores.mass_scores(tail, layout)
 
     def map_logits(self, ranked: Tensor) -> Tensor | None:
         """Logits of the attention map that `scores` predict, None where they predict none."""
         if self.score == "mean":
             return ranked * self.head_dim**-0.5
-        if self.score == "random":
+        if self.score in ("error", "random"):
             return None
         return ranked if self.score == "subblock_lse" else ranked.log()
 
@@ -102,7 +106,8 @@ class SelectingAttention(RuledAttention):
         """Pairs of the score, half a pair for each product of a query and a key; those of `mean` are not counted."""
         if self.sub_thw is not None:
             return layout.tiles[self.sub_thw].num ** 2 / 2
-        return layout.num_tokens * {"mass": layout.kv_blocks.num, "oracle": layout.num_tokens}.get(self.score, 0) / 2
+        tiles, tokens = layout.kv_blocks.num, layout.num_tokens
+        return tokens * {"mass": tiles, "error": 2 * tiles, "oracle": tokens}.get(self.score, 0) / 2
 
 
 def grid_of(tile: Sequence[int]) -> Grid:

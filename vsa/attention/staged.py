@@ -167,7 +167,7 @@ class StagedAttention(SelectingAttention):
             index = BlockIndex.from_dense(q.new_ones(1, 1, layout.blocks.num, layout.kv_blocks.num, dtype=torch.bool))
         elif self.has_fine:
             ctx.kept(q)
-            scores = ranked = self._ranked(q, k, logits, layout) if ctx.ranks else None
+            scores = ranked = self._ranked(q, k, v, logits, layout) if ctx.ranks else None
             index = ctx.select(lambda topk: self._select(with_damage_first(ranked, k, v, layout), topk, window, layout))
             parts["fine"] = self._fine(q, k, v, layout, index)
         if window is not None and self.stages != "c_fl":
@@ -225,10 +225,10 @@ class StagedAttention(SelectingAttention):
             return total + (selected if self.window_budget == "within" else min(selected + local, tokens**2))
         return total + local + selected
 
-    def _ranked(self, q: Tensor, k: Tensor, logits: Tensor | None, layout: TileLayout) -> Tensor:
+    def _ranked(self, q: Tensor, k: Tensor, v: Tensor, logits: Tensor | None, layout: TileLayout) -> Tensor:
         """Scores `[B, H, Nq, Nkv]`; `mean` uses the logits `[B, H, Np, Np']` of the coarse stage."""
         if self.score != "mean":
-            return self.scores(q, k, layout)
+            return self.scores(q, k, v, layout)
         assert logits is not None
         return map_scores(logits, layout, self.q_pool, self.kv_pool, self.pooled_map)
 

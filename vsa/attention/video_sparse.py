@@ -105,7 +105,7 @@ class VideoSparseAttention(SelectingAttention):
             # ranked by logits, not by probabilities: the same order, without ties where the softmax underflows
             scores, logits_of = logits, lambda scores: scores
             if self.score != "mean" and ctx.ranks:
-                scores = self.scores(q, k, layout)
+                scores = self.scores(q, k, v, layout)
                 logits, logits_of = self.map_logits(scores), self.map_logits
             how: dict[str, Any] = {"candidates": layout.candidates, "always": layout.always, "logits_of": logits_of}
             index = ctx.select(lambda topk: self.choose(with_damage_first(scores, k, v, layout), topk, layout, **how))
