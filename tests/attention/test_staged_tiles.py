@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.attention.oracle import cube_ids
-from vsa.attention import pooled_tail
+from vsa.attention import ruled
 from vsa.attention.context import AttnContext
 from vsa.attention.hilbert import hilbert_order
 from vsa.attention.kept_tiles import KeptTiles
@@ -301,7 +301,7 @@ def test_sub_blocks_rank_the_tiles_of_a_pooled_tail(monkeypatch):
     layout = method.layout([Segment(grid)])
     q, k, v = (layout.permute(x) for x in tensors[:3])
     monkeypatch.setattr(
-        pooled_tail,
+        ruled,
         "select_blocks",
         lambda scores, *rest, **named: calls.append(scores) or select_blocks(scores, *rest, **named),
     )
