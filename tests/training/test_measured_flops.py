@@ -119,5 +119,19 @@ def test_a_measured_budget_ends_a_run(training, monkeypatch):
     assert torch.isfinite(torch.tensor(float(training.metrics()[32]["val/loss"])))
 
 
+def test_a_distillation_counts_passes_without_gradients(distill, training, monkeypatch):
+    found, count = [], AttnContext.count
+
+    def watch(ctx, index):
+        count(ctx, index)
+        if ctx.listed is not None:
+            found.append((14 if torch.is_grad_enabled() else 4, int(ctx.listed)))
+
+    monkeypatch.setattr(AttnContext, "count", watch)
+    trainer = distill("attention=video_sparse", *RULES["top_p"][1:], "trainer.max_steps=2")
+    assert {flops for flops, _ in found} == {4, 14}
+    assert training.last().state["flops_measured"] == trainer.model.model.head_dim * sum(flops * pairs for flops, pairs in found)
+
+
 def test_networks_count_nothing_unless_asked():
     assert Network.tally is None
