@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 
 from tests.attention.oracle import cube_ids
 from tests.attention.test_configs import CONFIGS
+from tests.attention.test_pooled_tail import oracle, two_levels
 from vsa.attention.context import AttnContext
 from vsa.attention.denoising import DenoisingPass
 from vsa.attention.full import dense_attn
@@ -219,6 +220,21 @@ def test_a_preset_is_its_paper(name):
     other = {**rule, "rule": "topk", "over": "row", "top_p": None, "deviations": None}
     other = definition(*leaves[:3], gates, **tiles, topk=topk + (name == "vsa"), **other)
     assert (out - other).abs().max() > 1e-3
+
+
+def test_llsa_is_its_paper():
+    """Two levels, and with one its simpler form."""
+    grid, leaves = (4, 4, 6), inputs((4, 4, 6))[:3]
+    assert preset("llsa").node_thw == (4, 4, 4)
+    out = run(preset("llsa", node_thw=(2, 4, 4)), grid, leaves, 2)
+    sizes = {"grid": grid, "tile": TILE, "topk": 2}
+    assert_same(out, two_levels(*leaves, node=(2, 4, 4), tail="double_count", **sizes), leaves)
+    once = run(preset("llsa", levels=1), grid, leaves, 2)
+    assert_same(once, oracle(*leaves, order=1, score="mean", tail="double_count", **sizes), leaves)
+    assert (
+        min((out - once).abs().max(), (out - run(PooledTail(**SIZES, tile_thw=TILE), grid, leaves, 2)).abs().max())
+        > 1e-3
+    )
 
 
 def test_vsa2_with_whole_tiles_and_a_budget_per_row_is_the_fine_stage_of_vsa():

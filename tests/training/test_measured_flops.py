@@ -130,7 +130,9 @@ def test_a_distillation_counts_passes_without_gradients(distill, training, monke
     monkeypatch.setattr(AttnContext, "count", watch)
     trainer = distill("attention=video_sparse", *RULES["top_p"][1:], "trainer.max_steps=2")
     assert {flops for flops, _ in found} == {4, 14}
-    assert training.last().state["flops_measured"] == trainer.model.model.head_dim * sum(flops * pairs for flops, pairs in found)
+    assert training.last().state["flops_measured"] == trainer.model.model.head_dim * sum(
+        flops * pairs for flops, pairs in found
+    )
 
 
 def test_networks_count_nothing_unless_asked():
