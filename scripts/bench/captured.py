@@ -96,7 +96,8 @@ def capture(folder: Path, out: Path, *, timestep: float, tiles: Sequence[Grid], 
     grid, by_tile = items[0].grid_thw, dict[str, Tensor]()
     for tile in tiles:
         layout = TileLayout.build([Segment(grid)], tile_thw=tile)
-        scores = torch.cat([mean_scores(layout.permute(x.q), layout.permute(x.k), layout)[0] for x in items])
+        pairs = [[layout.permute(x) for x in (item.q, item.k)] for item in items]
+        scores = torch.cat([mean_scores(q, k, layout.blocks, layout.kv_blocks)[0] for q, k in pairs])
         by_tile[_name(tile)] = scores.argsort(dim=-1, descending=True, stable=True).short()
     source = f"step {run.step} of run {folder.name}, clip {ids[0]} at timestep {timestep:g}"
     facts = {"format": FORMAT, "source": source, "grid": _name(grid)}
