@@ -215,8 +215,6 @@ def test_pairs_and_bad_input():
             PooledTail(**SIZES, tail="none", **options)
     with pytest.raises(ValueError, match="levels=2 needs rule=topk, got rule=top_p"):
         PooledTail(**SIZES, levels=2, rule="top_p", top_p=0.5)
-    with pytest.raises(ValueError, match=r"top_p=0.5 needs a score of an attention map, got score=error"):
-        PooledTail(**SIZES, rule="top_p", top_p=0.5, score="error")
     with pytest.raises(ValueError, match=r"tile_thw=\[4, 4, 4\] must divide node_thw=\[4, 6, 4\]"):
         PooledTail(**SIZES, levels=2, node_thw=(4, 6, 4))
     with pytest.raises(ValueError, match="order=3: expected one of 1, 2"):

@@ -51,8 +51,6 @@ class SelectingAttention(RuledAttention):
         self.block_order: BlockOrder = block_order
         self.score: Score = score
         self.score_seed = score_seed
-        if self.top_p is not None and score in ("error", "random"):
-            raise ValueError(f"top_p={self.top_p} needs a score of an attention map, got score={score}")
         if self.sub_thw is not None:
             refuse_no_divisor("score_thw", self.sub_thw, tile_thw=self.tile_thw)
 
