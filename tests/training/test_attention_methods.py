@@ -12,10 +12,13 @@ import lightning as L
 import pytest
 import torch
 
+from tests.states import rewrite_state
 from vsa.attention.kept_tiles import KeptTiles
 from vsa.attention.sparge.method import SpargeAttention
+from vsa.checkpoints import state_file
 from vsa.checkpoints.convert import Conversion, convert
 from vsa.checkpoints.run_checkpoint import read_checkpoint
+from vsa.checkpoints.state_file import read_state
 from vsa.checkpoints.wan_names import is_gate
 from vsa.checkpoints.weight_source import open_weights
 from vsa.data.datamodule import PlanDataModule
@@ -47,6 +50,8 @@ METHODS = [
         "attention.allow_training=true",
     ),
     ("attention=pooled_tail", "attention.order=2", "attention.score=mass"),
+    ("attention=pooled_tail", "attention.tail=double_count", "attention.levels=2", "attention.node_thw=[2,4,4]"),
+    ("attention=video_sparse", "attention.score=error"),
     ("attention=vsa", "attention.tile_thw=[1,2,2]"),
     ("attention=spargeattention2", "attention.tile_thw=[1,1,8]", "attention.kv_tile_thw=[1,1,4]"),
     ("attention=vsa2", "attention.score_thw=[1,1,2]"),
@@ -85,6 +90,22 @@ def test_a_method_trains_and_resumes(training, overrides):
     rows = training.metrics()
     assert sorted(rows) == [1, 2, 3, 4]
     assert all(math.isfinite(float(row["train/loss"])) for row in rows.values())
+
+
+@pytest.mark.filterwarnings("ignore:tiles .* are .* full")
+def test_a_run_of_the_former_name_of_a_score_goes_on_with_its_new_one(training, monkeypatch):
+    run = ("attention=pooled_tail", "attention.score_thw=[1,1,2]")
+    training(*run, "attention.score=subblock_softmax", "trainer.max_steps=1")
+    path = training.folder() / "checkpoints" / "step-00000001"
+    config = read_state(path)["config"]
+    with monkeypatch.context() as earlier:
+        earlier.setattr(state_file, "SCHEMA", 2)
+        rewrite_state(path, config={**config, "attention": {**config["attention"], "score": "subblock_lse"}})
+    changed = "attention.score=subblock_softmax, the settings have subblock_lse"
+    with pytest.raises(ValueError, match=f"was trained with {changed}"):
+        training(*run, "attention.score=subblock_lse", "trainer.max_steps=2", "ckpt_path=last")
+    training(*run, "attention.score=subblock_softmax", "trainer.max_steps=2", "ckpt_path=last")
+    assert sorted(training.metrics()) == [1, 2]
 
 
 CONV = ("attention=staged", "attention.pooling=conv", "attention.tile_thw=[1,2,2]", "attention.gate_init=identity")

@@ -51,6 +51,10 @@ OF_THE_RUN = [
     ("", "tile_thw=[2,2,2]", "tile_thw"),
     ("", "start=dense", "start.gate_init"),
     ("", "seed=4", "seed"),
+    ("", "+attention.score=subblock_lse", "attention.score"),
+    ("+attention.score=subblock_softmax", "attention.score=subblock_lse", "attention.score"),
+    ("attention=pooled_tail", "+attention.tail=double_count", "attention.tail"),
+    ("attention=pooled_tail +attention.levels=2", "+attention.node_thw=[8,8,8]", "attention.node_thw"),
     # its results differ from run to run, those of the other backends do not
     ("", "+attention.backend=cudnn", "attention.backend"),
     ("+attention.backend=cudnn", "attention.backend=triton", "attention.backend"),
@@ -70,6 +74,13 @@ def test_what_a_run_is_made_of_stays(common, change, key):
     first = key.partition(".")[0]
     assert [c for c in refuse_changes(changes, [first], Path("PATH"))]
     assert refuse_changes(changed_settings(before, compose_run(*common.split())), [], Path("PATH")) == []
+
+
+def test_settings_that_came_after_a_checkpoint_have_their_defaults():
+    before = json.loads(json.dumps(resolved(compose_run("attention=pooled_tail"))))
+    for name in ("score", "score_thw", "score_seed", "tail", "levels", "node_thw", "order"):
+        del before["attention"][name]
+    assert changed_settings(before, compose_run("attention=pooled_tail")) == []
 
 
 @pytest.mark.parametrize(
