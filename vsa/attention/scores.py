@@ -151,8 +151,11 @@ def mass_scores(tail: Tensor, layout: TileLayout) -> Tensor:
 
 def error_scores(tail: Tensor, q: Tensor, k: Tensor, v: Tensor, layout: TileLayout) -> Tensor:
     """Scores `error` `[B, H, Nq, Nkv]` from the logits `[B, H, L, Nkv]` of `tile_logits`, at least fp32."""
-    heads = q.shape[2]
-    spread_k, spread_v = (per_head(variances(x.detach(), layout.kv_blocks).transpose(1, 2), heads) for x in (k, v))
+    blocks = layout.kv_blocks
+    spread_k, spread_v = (
+        per_head(variances(x, block_mean_pool(x, blocks), blocks).transpose(1, 2), q.shape[2])
+        for x in (k.detach(), v.detach())
+    )
     queries = q.detach().to(spread_k.dtype).transpose(1, 2).square() / q.shape[-1]
     lost = tail.detach().softmax(-1).square() * (queries @ spread_k.transpose(-1, -2))
     return block_mean_pool(lost.transpose(1, 2), layout.blocks).transpose(1, 2) * spread_v.sum(-1)[:, :, None]
@@ -208,14 +211,13 @@ def tile_logits(q: Tensor, k: Tensor, kv_blocks: Blocks, order: int = 1) -> Tens
     queries = q.to(k_mean.dtype).transpose(1, 2) * scale
     logits = queries @ per_head(k_mean.transpose(1, 2), heads).transpose(-1, -2)
     if order == 2:
-        spread = per_head(variances(k, kv_blocks).transpose(1, 2), heads)
+        spread = per_head(variances(k, k_mean, kv_blocks).transpose(1, 2), heads)
         logits = logits + (queries.square() / 2) @ spread.transpose(-1, -2)
     return logits + kv_blocks.sizes.to(logits.dtype).log()
 
 
-def variances(x: Tensor, blocks: Blocks) -> Tensor:
-    """Variances `[B, N, H, D]` of x `[B, L, H, D]` by block, head and channel, at least fp32."""
-    means = block_mean_pool(x, blocks)
+def variances(x: Tensor, means: Tensor, blocks: Blocks) -> Tensor:
+    """Variances `[B, N, H, D]` of x `[B, L, H, D]` by block, head and channel, at least fp32, from its means."""
     return (block_mean_pool(x.to(means.dtype).square(), blocks) - means.square()).clamp(min=0)
 
 
