@@ -8,7 +8,7 @@ import functools
 import gc
 import runpy
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -35,8 +35,8 @@ CONFIGS = ROOT / "configs"
 LATENT_SHAPE = (16, 4, 8, 8)
 
 
-def make_config(*, attention: str = "video_sparse") -> dict[str, Any]:
-    """Config of a two-layer model: 64 tokens, 8 tiles of 2 x 2 x 2."""
+def make_config(*, attention: str | Mapping[str, Any] = "video_sparse") -> dict[str, Any]:
+    """Config of a two-layer model: 64 tokens, 8 tiles of 2 x 2 x 2; attention is a name or a config node."""
     methods = {
         "video_sparse": {"_target_": "vsa.attention.video_sparse.VideoSparseAttention", "tile_thw": [2, 2, 2]},
         "full": {"_target_": "vsa.attention.full.FullAttention"},
@@ -75,7 +75,7 @@ def make_config(*, attention: str = "video_sparse") -> dict[str, Any]:
             "text_dim": 64,
             "freq_dim": 32,
         },
-        "attention": {**methods[attention], "_partial_": True},
+        "attention": {**(methods[attention] if isinstance(attention, str) else attention), "_partial_": True},
         "sparsity": {"_target_": "vsa.attention.sparsity.ConstantSparsity", "topk": None, "sparsity": 0.75},
         "data": {
             "codec": {"_target_": "vsa.data.codecs.HaarCodec"},
@@ -93,7 +93,7 @@ def make_config(*, attention: str = "video_sparse") -> dict[str, Any]:
 def write_run(
     folder: Path,
     *,
-    attention: str = "video_sparse",
+    attention: str | Mapping[str, Any] = "video_sparse",
     with_ema: bool = True,
     config: dict[str, Any] | None = None,
     step_list: tuple[float, ...] | None = None,

@@ -326,6 +326,9 @@ def config_with(runs: Runs, name: str, group: str, **changes: Any) -> dict[str, 
     return {"config": {**config, group: {**config[group], **changes}}}
 
 
+COMPRESSED = {"_target_": "vsa.attention.compressed_kv.CompressedKV"}
+
+
 def hash_of(text: str) -> dict[str, str]:
     return {"id": "x", "hash": text}
 
@@ -346,6 +349,10 @@ CHANGES: dict[str, tuple[Callable[[Runs], object], str]] = {
     "gates in the base": (
         lambda runs: rewrite(runs.folder / "base", runs.sparse),
         "the base .*base.* has gates",
+    ),
+    "a base that was trained sparse, without gates": (
+        lambda runs: rewrite(runs.folder / "base", **config_with(runs, "base", "attention", **COMPRESSED)),
+        "the base .*base.* has compressed_kv attention, but only --sparse may be sparse",
     ),
     "distilled base": (
         lambda runs: rewrite(runs.folder / "base", step_list=STEPS),

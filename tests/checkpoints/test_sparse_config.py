@@ -78,7 +78,7 @@ SETTINGS = ours(WINDOWS).blocks[0].method.settings()
         ({"refresh": 2}, "denoising has refresh=2, but neighborhood selects no tiles"),
         ({"topk_ranges": ((0, 1, ((30, 30),)),)}, "neighborhood selects no tiles"),
         ({"grids": ((3, 3, 10),)}, "window of height must be at most its 3 tokens, got 4"),
-        ({"method": "video_sparse"}, "settings=.* do not apply to method=video_sparse"),
+        ({"method": "video_sparse"}, r"settings of video_sparse: missing .*, unknown \['causal_thw', .*'window_thw'\]"),
         ({"settings": None}, "settings=None do not apply to method=neighborhood"),
         ({"tile_thw": (2, 2, 2)}, r"tile_thw=\(2, 2, 2\) does not apply to method=neighborhood"),
         ({"method": "video_sparse", "settings": None}, "tile_thw=None does not apply to method=video_sparse"),

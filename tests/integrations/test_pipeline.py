@@ -481,7 +481,7 @@ def test_sample_runs_a_list_of_steps(folder, distilled, tmp_path):
         (["--topk", "2", "--sparsity", "0.5"], "exactly one of topk and sparsity"),
         (
             ["--method", "spargel", "--topk", "2"],
-            "method must be video_sparse, full, .* or a factory, got 'spargel'",
+            "attention=spargel: unknown method, expected one of compressed_kv, .*, video_sparse",
         ),
         (["--method", "neighborhood window_thw=[3,3,3]"], "window of time must be at most its 2 tokens, got 3"),
         (
@@ -489,7 +489,12 @@ def test_sample_runs_a_list_of_steps(folder, distilled, tmp_path):
             "attention.window=3: unknown setting, did you mean",
         ),
         (["--method", "neighborhood window_thw=0"], "attention.window_thw=0: expected a list of 3 values"),
-        (["--method", "full window_thw=[2,3,3]"], r"--method full: settings are of .*, got window_thw=\[2,3,3\]"),
+        (["--method", "full window_thw=[2,3,3]"], r"attention.window_thw=\[2,3,3\]: unknown setting"),
+        (
+            ["--method", "video_sparse tile_thw=[2,2,2]"],
+            r"--method video_sparse: its settings are --tile, .*, got tile_thw=\[2,2,2\]",
+        ),
+        (["--method", "staged"], r"parameters to train \(to_gate_compress\): load_sparse\(folder\) loads a"),
         (["--dense-steps", "2"], "exactly one of topk and sparsity"),
         (["--latent-shape", "1", "2", "3", "4"], "--latent-shape applies to a run folder only"),
         (["--attention"], "--attention applies to a run folder only"),

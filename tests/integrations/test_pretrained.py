@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from tests.integrations import tiny
 from vsa.attention.denoising import DenoisingPlan
 from vsa.attention.layout import Segment
-from vsa.attention.named import WITHOUT_PARAMETERS
+from vsa.attention.named import NAMED
 from vsa.attention.neighborhood.method import NeighborhoodAttention
 from vsa.attention.video_sparse import VideoSparseAttention
 from vsa.checkpoints.sparse_config import (
@@ -187,7 +187,7 @@ TUNED = {
 )
 @torch.no_grad()
 def test_methods_without_parameters_run_in_a_transformer_as_in_our_model(method, settings, other, tmp_path):
-    model = tiny.stirred(VideoDiT(attention=partial(WITHOUT_PARAMETERS[method], **settings), **MODEL))
+    model = tiny.stirred(VideoDiT(attention=partial(NAMED[method], **settings), **MODEL))
     tiles = model.blocks[0].method.layout((Segment(tiny.GRID),), "cpu").num_video_tiles
     topk = 2 if model.selects else tiles
     config = SparseAttentionConfig(

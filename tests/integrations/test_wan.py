@@ -251,11 +251,20 @@ WINDOW = {"window_thw": (3, 3, 3)}
         (dict(topk=2, dense_steps=-1), "dense_steps=-1: expected an integer of at least 0, got -1"),
         (
             dict(method="spargel", topk=2),
-            "method must be video_sparse, full, .* or a factory, got 'spargel'",
+            "attention=spargel: unknown method, expected one of compressed_kv, .*, video_sparse",
         ),
         (dict(method="full", topk=2), "full attention keeps all tiles, got sparsity=None and topk=2"),
         (dict(method="full", tile_thw=(4, 4, 4)), r"tile_thw=\(4, 4, 4\) applies to video_sparse only, got full"),
-        (dict(method="neighborhood"), r"settings of neighborhood: missing \['window_thw'\]"),
+        (
+            dict(method="staged", topk=2),
+            r"staged with these settings has parameters to train \(to_gate_compress\): load_sparse\(folder\) loads",
+        ),
+        (dict(method="staged", settings={"stages": "f"}), "StagedAttention needs exactly one of topk and sparsity"),
+        (dict(method="compressed_kv", backend="gather"), "backend=gather does not apply to CompressedKV, which has no"),
+        (
+            dict(method="pooled_tail", topk=2, settings={"score": "subblock_softmax", "score_thw": (3, 2, 2)}),
+            r"score_thw=\[3, ?2, ?2\]",
+        ),
         (
             dict(method="neighborhood", settings={"window": 3}),
             r"settings of neighborhood: unknown \['window'\], expected some of window_thw, ",
@@ -269,7 +278,7 @@ WINDOW = {"window_thw": (3, 3, 3)}
             dict(method="neighborhood", settings=WINDOW, gates="coarse"),
             "gates=coarse applies to video_sparse only",
         ),
-        (dict(topk=2, settings=WINDOW), r"settings=.* apply to neighborhood.* only, got video_sparse"),
+        (dict(topk=2, settings=WINDOW), r"settings=.* apply to named methods except video_sparse, got video_sparse"),
         (dict(topk=2, gates="fine"), "gates must be none, coarse or coarse_and_fine, got 'fine'"),
         (dict(topk=2, backend="cuda"), "backend must be one of .*, got 'cuda'"),
         (dict(topk=2, partition="ball"), "partition must be one of cube, .*, got 'ball'"),

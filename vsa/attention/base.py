@@ -5,7 +5,6 @@ B batch, L tokens (tile-major), H heads, D head dim, C = H * D model width.
 
 from __future__ import annotations
 
-import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
@@ -81,6 +80,9 @@ class AttentionMethod(nn.Module):
 
     allow_training = True
 
+    takes_text = True
+    """Whether a row may hold text and cond tokens beside its video."""
+
     def __init__(self, *, dim: int, num_heads: int, head_dim: int, layer_idx: int = 0):
         super().__init__()
         self.dim, self.num_heads, self.head_dim, self.layer_idx = dim, num_heads, head_dim, layer_idx
@@ -91,17 +93,12 @@ class AttentionMethod(nn.Module):
             setattr(cls, name, without_autocast(vars(cls)[name]))
 
     def settings(self) -> dict[str, Any]:
-        """Constructor settings as JSON values, without those of a layer and the backend; they rebuild the method."""
-        return json.loads(json.dumps({name: self.setting(name) for name in own_settings(type(self))}))
+        """Constructor settings as JSON values, those of `described_settings`; they rebuild the method."""
+        return json.loads(json.dumps({name: self.setting(name) for name in described_settings(type(self))}))
 
     def setting(self, name: str) -> Any:
         """One of the settings."""
         return getattr(self, name)
-
-    @classmethod
-    def selection_with(cls, settings: Mapping[str, Any]) -> tuple[bool, bool]:
-        """The flags `selects` and `predicts` of a method with these settings."""
-        return cls.selects, cls.predicts
 
     @classmethod
     def refuse_grid(cls, grid: Grid, settings: Mapping[str, Any]) -> None:
@@ -217,7 +214,6 @@ def own_settings(method: type[AttentionMethod]) -> tuple[str, ...]:
     return tuple(name for name in arguments_of(method) if name not in shared)
 
 
-def required_settings(method: type[AttentionMethod]) -> tuple[str, ...]:
-    """Names of a method's own constructor arguments that have no default."""
-    arguments = arguments_of(method)
-    return tuple(name for name in own_settings(method) if arguments[name].default is inspect.Parameter.empty)
+def described_settings(method: type[AttentionMethod]) -> tuple[str, ...]:
+    """Names of the settings that describe a trained method: how its gates began is none."""
+    return tuple(name for name in own_settings(method) if name != "gate_init")

@@ -27,6 +27,8 @@ class CompressedKV(AttentionMethod):
     Source: baseline of the VSA paper, Table 1(a), with tiles of 2 x 2 x 2.
     """
 
+    takes_text = False
+
     def __init__(
         self,
         *,

@@ -41,6 +41,8 @@ class GroupedAttention(AttentionMethod):
     state which kind of layer comes first or where the full layer is.
     """
 
+    takes_text = False
+
     def __init__(
         self,
         *,
@@ -51,7 +53,7 @@ class GroupedAttention(AttentionMethod):
         super().__init__(**layer)
         if first >= len(groups):
             raise ValueError(f"first must be an index into the {len(groups)} groups, from 0, got {first}")
-        self.groups = tuple((t, h, w) for t, h, w in groups)
+        self.groups, self.first = tuple((t, h, w) for t, h, w in groups), first
         self.group = self.groups[(self.layer_idx + first) % len(groups)]
 
     def prepare(self, layout: TileLayout) -> None:

@@ -63,6 +63,8 @@ class PooledTail(SelectingAttention):
     output with all tiles selected is exactly that of dense attention, order 2 and the score mass.
     """
 
+    takes_text = False
+
     def __init__(
         self,
         *,
@@ -108,15 +110,17 @@ class PooledTail(SelectingAttention):
 
         index = ctx.select(choose)
         fine, lse = block_sparse_attn(q, k, v, index, q_blocks=blocks, kv_blocks=blocks, backend=self.backend)
-        rest = None
+        rest = share = None
         if logits is not None:
             others, values = self._tail(q, k, v, logits, index.to_dense(blocks.num), nodes, layout)
             total = torch.cat((lse[..., None], others), dim=-1).logsumexp(-1, keepdim=True)
             rest = ((others - total).exp() @ values).transpose(1, 2).to(fine.dtype)
-            fine = fine * (lse[..., None] - total).exp().transpose(1, 2).to(fine.dtype)
+            share = (lse[..., None] - total).exp().transpose(1, 2)
+            fine = fine * share.to(fine.dtype)
         if ctx.recorder is not None:
             scores = self.map_logits(ranked())
-            ctx.record(self.layer_idx, index, q=q, k=k, fine=fine, tail=rest, scores=scores)
+            mass = None if share is None else 1 - share
+            ctx.record(self.layer_idx, index, q=q, k=k, fine=fine, tail=rest, tail_mass=mass, scores=scores)
         return {"out": fine if rest is None else fine + rest}
 
     def _tail(

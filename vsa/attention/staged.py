@@ -78,6 +78,8 @@ class StagedAttention(SelectingAttention):
     Source: VSA (arXiv 2505.13389), Table 1(b), experiments 7 to 13, 1(c), 1(d) and 1(e).
     """
 
+    takes_text = False
+
     def __init__(
         self,
         *,
@@ -118,12 +120,18 @@ class StagedAttention(SelectingAttention):
         if stages in ("c_f_l", "c_f_l_e") and window_gate == "own":
             starts["window"] = 0.0
         self._gate_starts = starts
+        # settings that are not kept as they were given
+        self._given = {"pool_thw": pool_thw, "window_gate": window_gate, "fine_gate": fine_gate}
+        self._given |= {"pooling": pooling, "conv_sharing": conv_sharing}
         self.gates = nn.ModuleDict({f"to_gate_{name}": nn.Linear(self.dim, self.dim) for name in starts})
         self.pool: nn.ModuleDict | None = None
         if self.has_coarse or (self.has_fine and self.score == "mean"):
             tiles = {"q": self.q_pool, "k": self.kv_pool, "v": self.kv_pool}
             self.pool = make_pools(pooling, tiles, self.head_dim, self.num_heads, conv_sharing)
         self.reset_extra_parameters()
+
+    def setting(self, name: str) -> Any:
+        return self._given[name] if name in self._given else super().setting(name)
 
     def extra_modules(self) -> dict[str, nn.Module]:
         return {**self.gates, **({} if self.pool is None else pool_modules(self.pool))}

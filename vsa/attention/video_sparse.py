@@ -65,7 +65,7 @@ class VideoSparseAttention(SelectingAttention):
         dim = self.dim
         if dim != self.num_heads * self.head_dim:
             raise ValueError(f"dim must be num_heads * head_dim, got {dim} and {self.num_heads} * {self.head_dim}")
-        self.gate_init, self.gate_activation = gate_init, gate_activation
+        self.fine_gate, self.gate_init, self.gate_activation = fine_gate, gate_init, gate_activation
         self.backend = backend
         self.to_gate_compress = nn.Linear(dim, dim)
         self.to_gate_fine = nn.Linear(dim, dim) if fine_gate else None

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from vsa.attention.kept_tiles import Budget
-from vsa.attention.named import WITHOUT_PARAMETERS
+from vsa.attention.named import NAMED, unusual
 from vsa.checkpoints.golden import write_golden
 from vsa.checkpoints.run_checkpoint import resolve_checkpoint
 from vsa.checkpoints.sampling_settings import sampling_of_export, sampling_part, write_sampling_part
@@ -33,7 +33,7 @@ from vsa.diffusion.sampler import step_list
 from vsa.models.init import without_memory
 from vsa.models.network import Network
 from vsa.models.video_dit import VideoDiT
-from vsa.settings import arguments_of, shown
+from vsa.settings import shown
 
 Target = Literal[Layout, "run"]
 FASTVIDEO_TILE = (4, 4, 4)
@@ -171,7 +171,13 @@ def refuse_for_fastvideo(sparse: SparseAttentionConfig | None) -> None:
     if sparse is None:
         return
     own = ("method", "video_sparse")
-    for key, expected in (own, ("tile_thw", FASTVIDEO_TILE), ("partition", "cube"), ("fine_gate", False)):
+    for key, expected in (
+        own,
+        ("settings", None),
+        ("tile_thw", FASTVIDEO_TILE),
+        ("partition", "cube"),
+        ("fine_gate", False),
+    ):
         if getattr(sparse, key) != expected:
             raise ValueError(f"FastVideo runs {key}={expected} only, the source has {key}={getattr(sparse, key)}")
 
@@ -231,13 +237,10 @@ def convert(source: WeightSource, out: Path, options: Conversion, *, like: str |
     count = sum(torch.Size(shape).numel() for shape in source.shapes.values())
     kind = "dense"
     if sparse is not None:
-        kind = f"sparse, top-k {min(sparse.grid_topk[0])}..{max(sparse.grid_topk[0])} of {sparse.num_tiles[0]}"
-        if sparse.settings is not None:
-            kind = ", ".join([sparse.method, *_unusual(sparse)])
+        topk = f"top-k {min(sparse.grid_topk[0])}..{max(sparse.grid_topk[0])} of {sparse.num_tiles[0]}"
+        names = ["sparse"] if sparse.settings is None else [sparse.method, *_unusual(sparse)]
+        kind = ", ".join([*names, topk] if sparse.selects else names)
     lines = [f"{len(source)} tensors, {count / 1e6:.1f}M parameters ({kind}) from {source} in {out}"]
-    attention = str(source.run_config.get("attention", {}).get("_target_", "")).rpartition(".")[2]
-    if sparse is None and attention not in ("", "FullAttention"):
-        lines.append(f"no file of {out} says that the weights were trained with {attention}: they will run dense")
     if sparse is None and source.step_list is not None and sampling is None and options.to != "run":
         steps = list(source.step_list)
         lines.append(f"no file of {out} has the steps {steps} of this dense generator, --to run keeps them")
@@ -246,11 +249,8 @@ def convert(source: WeightSource, out: Path, options: Conversion, *, like: str |
 
 def _unusual(sparse: SparseAttentionConfig) -> Iterator[str]:
     """Settings of a method that differ from its defaults."""
-    arguments = arguments_of(WITHOUT_PARAMETERS[sparse.method])
-    for name, value in (sparse.settings or {}).items():
-        default = arguments[name].default
-        if value != (list(default) if isinstance(default, tuple) else default):
-            yield f"{name}=..." if isinstance(value, Mapping) else f"{name}={shown(value)}"
+    for name, value in unusual(NAMED[sparse.method], sparse.settings or {}).items():
+        yield f"{name}=..." if isinstance(value, Mapping) else f"{name}={shown(value)}"
 
 
 def with_dtypes(model: Network, source: WeightSource) -> Network:

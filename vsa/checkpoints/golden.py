@@ -25,7 +25,6 @@ from torch import Tensor
 from vsa.attention.context import INDEX, AttnContext, Recorder
 from vsa.attention.kept_tiles import KeptTiles
 from vsa.attention.layout import TileLayout
-from vsa.attention.named import name_of
 from vsa.attention.neighborhood.axis import AxisRule
 from vsa.attention.neighborhood.method import NeighborhoodAttention
 from vsa.checkpoints.sparse_config import (
@@ -160,7 +159,8 @@ def write_golden(
     for layer in layers:
         layer_topk = num_tiles if layer in sparse.dense_layers else topk
         dense = layer in sparse.dense_layers and not model.selects
-        case_seed, case, out = _clear_case(model, layer, grid, layer_topk, num_tiles, seeds, dense)
+        by_data = sparse.settings is not None and not dense
+        case_seed, case, out = _clear_case(model, layer, grid, layer_topk, num_tiles, seeds, dense, by_data)
         tensors[f"blocks.{layer}.hidden"] = case.hidden.contiguous()
         tensors[f"blocks.{layer}.out"] = out.float().cpu().contiguous()
         cases.append({"layer": layer, "topk": layer_topk, "seed": case_seed} | ({"dense": True} if dense else {}))
@@ -202,13 +202,22 @@ def _layout(model: Network, grid: Grid, device: torch.device) -> TileLayout:
 
 
 def _clear_case(
-    model: Network, layer: int, grid: Grid, topk: int, num_tiles: int, seeds: itertools.count[int], dense: bool
+    model: Network,
+    layer: int,
+    grid: Grid,
+    topk: int,
+    num_tiles: int,
+    seeds: itertools.count[int],
+    dense: bool,
+    by_data: bool,
 ) -> tuple[int, GoldenCase, Tensor]:
     """The first seed without a near tie in its selection, with its case and output."""
     margins: list[float] = []
-    by_data = name_of(model.attention_layers[layer]) is not None and not dense
 
     def recorder(layer_idx: int, tensors: dict[str, Tensor]) -> None:
+        if "scores" not in tensors:
+            # ranked by other numbers than logits; `_is_steady` moves them
+            return
         scores = tensors["scores"].float()
         best = scores.topk(topk + 1, dim=-1).values
         margins.append(((best[..., -2] - best[..., -1]) / scores.std()).min().item())

@@ -134,6 +134,9 @@ def refuse_other_models(base: WeightSource, sparse: WeightSource, few_step: Weig
     for option, source in (("the base", base), ("--few-step", few_step)):
         if gates := sorted(filter(is_gate, source)):
             raise ValueError(f"{option} {source.name} has gates ({gates[0]}, ...), but only --sparse may be sparse")
+        if source.sparse is not None:
+            name = source.sparse.method
+            raise ValueError(f"{option} {source.name} has {name} attention, but only --sparse may be sparse")
     for option, source in (("the base", base), ("--sparse", sparse)):
         if source.step_list is not None:
             raise ValueError(f"{option} {source.name} is distilled already, to the timesteps {list(source.step_list)}")

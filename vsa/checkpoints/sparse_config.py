@@ -6,13 +6,15 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from vsa.attention.base import AttentionMethod
 from vsa.attention.denoising import DenoisingPlan
 from vsa.attention.kept_tiles import KeptTiles
 from vsa.attention.layout import Partition
-from vsa.attention.named import WITHOUT_PARAMETERS, refuse_settings
+from vsa.attention.named import NAMED, example_of, layers_of, refuse_settings
 from vsa.attention.sparge.mask import without_readings
 from vsa.attention.sparsity import ConstantSparsity, Scaling
 from vsa.attention.tiling import BlockOrder
@@ -46,13 +48,12 @@ class SparseAttentionConfig:
     Trained grids have the top-k of the end of their training; `layer_topk` derives that of other grids from the first.
 
     Args:
-        method: video_sparse, or the name of a method without parameters (`vsa.attention.named`).
-        tile_thw: tokens per tile along time, height and width for video_sparse; None for other methods, whose
-            `settings` contain it.
+        method: name of the method (`vsa.attention.named`).
+        tile_thw: tokens per tile along time, height, width for video_sparse; None where `settings` describe the method.
         partition: for video_sparse, cube or a kind of runs, see `vsa.attention.layout.TileLayout`.
         block_order: for video_sparse, order of the tiles, which affects results only by rounding.
-        fine_gate: whether the fine output has a gate too.
-        gate_keys: names of the gate tensors among the weights.
+        fine_gate: for video_sparse, whether the fine output has a gate too.
+        gate_keys: names of the tensors of the attention, such as gates, among the weights.
         grid_topk: kv tiles per query tile, for each trained grid one row with an entry per layer; all tiles if the
             method has no top-k.
         num_tiles: video tiles of each trained grid; grids with equal numbers have equal rows of top-k.
@@ -67,7 +68,8 @@ class SparseAttentionConfig:
         step_topk: ascending denoising steps, from 0, and the rows from each step on, which have priority over ranges.
         refresh: see `vsa.attention.denoising.DenoisingPlan`.
         shared_cache: see `vsa.attention.denoising.DenoisingPlan`.
-        settings: all settings of a method without parameters, by constructor argument; None for video_sparse.
+        settings: all settings of the method, by constructor argument; None for video_sparse if `tile_thw`, `partition`,
+            `block_order` and `fine_gate` are its only ones, as version 1 has it.
         step_list: timesteps of a distilled generator; None for a model that is sampled with many steps.
         flow_shift: flow shift for sampling, which may differ from that of the training; None: that of the pipeline.
         guidance_form: standard, `uncond + scale * (cond - uncond)`, or additive, `cond + scale * (cond - uncond)`.
@@ -123,10 +125,9 @@ class SparseAttentionConfig:
         self._check()
 
     def _check(self) -> None:
-        if self.method not in ("video_sparse", *WITHOUT_PARAMETERS):
-            method_names = ", ".join(("video_sparse", *WITHOUT_PARAMETERS))
-            raise ValueError(f"method must be one of {method_names}, got {self.method!r}")
-        if (self.method in WITHOUT_PARAMETERS) != (self.settings is not None):
+        if self.method not in NAMED:
+            raise ValueError(f"method must be one of {', '.join(NAMED)}, got {self.method!r}")
+        if self.settings is None and self.method != "video_sparse":
             raise ValueError(f"settings={self.settings} do not apply to method={self.method}")
         for name in ("tile_thw", "partition", "block_order"):
             if ((value := getattr(self, name)) is None) != (self.settings is not None):
@@ -163,8 +164,8 @@ class SparseAttentionConfig:
         refuse_settings(self.method, settings, self.grids)
         if self.selects:
             return
-        _, predicts = WITHOUT_PARAMETERS[self.method].selection_with(settings)
-        self.denoising.refuse_without_topk(self.method, predicts=predicts)
+        assert self._example is not None
+        self.denoising.refuse_without_topk(self.method, predicts=self._example.predicts)
         all_tiles = tuple((n,) * self.num_layers for n in self.num_tiles)
         if self.topk_ranges or self.step_topk or self.grid_topk != all_tiles:
             raise ValueError(f"{self.method} selects no tiles, its grid_topk must be all of {list(self.num_tiles)}")
@@ -190,7 +191,12 @@ class SparseAttentionConfig:
     @property
     def selects(self) -> bool:
         """Whether its method has a top-k."""
-        return self.settings is None or WITHOUT_PARAMETERS[self.method].selection_with(self.settings)[0]
+        return self._example is None or self._example.selects
+
+    @cached_property
+    def _example(self) -> AttentionMethod | None:
+        """A layer with the settings; None for video_sparse."""
+        return None if self.settings is None else example_of(layers_of(NAMED[self.method], self.settings, None))
 
     @property
     def denoising(self) -> DenoisingPlan:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from vsa.attention.base import AttentionMethod
 from vsa.attention.full import FullAttention
-from vsa.attention.named import WITHOUT_PARAMETERS, name_of
+from vsa.attention.named import NAMED, layers_of, name_of, unusual
 from vsa.attention.video_sparse import Backend, VideoSparseAttention
 from vsa.checkpoints.sparse_config import (
     SPARSE_CONFIG,
@@ -30,6 +29,8 @@ from vsa.models.sharding import whole
 
 Gates = Literal["required", "initial", "absent"]
 Layout = Literal["diffusers", "fastvideo", "wan"]
+FIELDS = ("tile_thw", "partition", "block_order", "fine_gate")
+"""Settings of video_sparse with fields of their own in a `SparseAttentionConfig`."""
 
 
 def gate_names(model: Network) -> tuple[str, ...]:
@@ -60,39 +61,27 @@ def sparse_settings(model: Network) -> dict[str, Any]:
 
 
 def _described(method: AttentionMethod, model: Network) -> dict[str, Any]:
-    if (name := name_of(method)) is not None:
-        none = dict.fromkeys(("tile_thw", "partition", "block_order"))
-        return {"method": name, **none, "fine_gate": False, "settings": method.settings()}
-    if not isinstance(method, VideoSparseAttention):
-        method_names = ", ".join(("video_sparse", *WITHOUT_PARAMETERS))
+    if (name := name_of(method)) is None:
+        method_names = ", ".join(NAMED)
         raise ValueError(f"a {SPARSE_CONFIG} describes {method_names} attention, the model has {model.attention_names}")
-    for name, plain in (("score", "mean"), ("rule", "topk"), ("over", "row"), ("gate_activation", "none")):
-        if (value := getattr(method, name)) != plain:
-            described = f"a {SPARSE_CONFIG} describes video_sparse of {name}={plain}"
-            raise ValueError(f"{described}, the model has {name}={value}")
-    return {
-        "method": "video_sparse",
-        "tile_thw": method.tile_thw,
-        "partition": method.partition,
-        "block_order": method.block_order,
-        "fine_gate": method.to_gate_fine is not None,
-    }
+    settings = method.settings()
+    if name == "video_sparse" and not unusual(type(method), settings).keys() - set(FIELDS):
+        return {"method": name, "settings": None, **{field: getattr(method, field) for field in FIELDS}}
+    return {"method": name, "settings": settings, **dict.fromkeys(FIELDS), "fine_gate": False}
 
 
 def attention_of(sparse: SparseAttentionConfig | None, backend: Backend | None = None) -> Callable[..., Any]:
     """Factory of the attention that a checkpoint was trained with; None is dense attention."""
     if sparse is None:
         return FullAttention
-    method, options = method_options(sparse)
-    return partial(method, **options, backend=backend)
+    return layers_of(*method_options(sparse), backend)
 
 
 def method_options(sparse: SparseAttentionConfig) -> tuple[type[AttentionMethod], dict[str, Any]]:
     """The class that a sparse config names, and its options."""
     if sparse.settings is not None:
-        return WITHOUT_PARAMETERS[sparse.method], dict(sparse.settings)
-    names = ("tile_thw", "partition", "block_order", "fine_gate")
-    return VideoSparseAttention, {name: getattr(sparse, name) for name in names}
+        return NAMED[sparse.method], dict(sparse.settings)
+    return VideoSparseAttention, {name: getattr(sparse, name) for name in FIELDS}
 
 
 def export_pretrained(

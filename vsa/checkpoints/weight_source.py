@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from vsa.attention.kept_tiles import KeptTiles
-from vsa.attention.named import name_of
 from vsa.attention.sparsity import SparsitySchedule
 from vsa.attention.video_sparse import Backend
 from vsa.checkpoints.exported_sparsity import ExportedSparsity
@@ -119,16 +118,14 @@ class RunWeights(WeightSource):
     @cached_property
     def sparse(self) -> SparseAttentionConfig | None:
         sparse = self._exported
-        if sparse is None and (any(map(is_gate, self)) or self._has_settings):
+        if sparse is None and (any(map(is_gate, self)) or self._is_sparse):
             sparse = self._described()
         return sparse if sparse is None or self.step_list is None else sparse.sampled_at(self.step_list)
 
     @property
-    def _has_settings(self) -> bool:
-        """Whether `sparse_attention.json` can describe its attention although it has no parameters."""
-        if not {"model", "attention"} <= self.run_config.keys():
-            return False
-        return any(name_of(method) is not None for method in self._meta.attention_layers)
+    def _is_sparse(self) -> bool:
+        """Whether its config has another attention than dense attention."""
+        return {"model", "attention"} <= self.run_config.keys() and not self._meta.is_dense
 
     def _described(self) -> SparseAttentionConfig:
         """Description from schedule and state; the largest grid of the training is the reference."""

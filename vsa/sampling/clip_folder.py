@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from vsa.attention.denoising import DenoisingPlan
-from vsa.attention.named import WITHOUT_PARAMETERS
 from vsa.checkpoints.weight_source import Group
 from vsa.config import attention_config
 from vsa.data.prompts import read_prompts, tidy
@@ -134,8 +133,7 @@ def sample_pipeline(
         guidance: see `clip_settings`.
         steps: see `clip_settings`.
         tile: tokens per tile, see `apply`.
-        method: name of a method, followed by its settings for methods without parameters:
-            `neighborhood window_thw=[9,16,24]`.
+        method: name of a method, followed by its settings except for video_sparse: `neighborhood window_thw=[9,16,24]`.
         attention: further arguments of `open_pipeline`.
     """
     out = _free_folder(out, Path("samples"))
@@ -179,9 +177,9 @@ def _named(method: str | None) -> dict[str, Any]:
     if method is None:
         return {}
     name, *words = method.split() or [""]
-    if name not in WITHOUT_PARAMETERS:
+    if name == "video_sparse":
         if words:
-            raise ValueError(f"--method {name}: settings are of {', '.join(WITHOUT_PARAMETERS)}, got {' '.join(words)}")
+            raise ValueError(f"--method {name}: its settings are --tile, --sparsity and --topk, got {' '.join(words)}")
         return {"method": name}
     node = attention_config(name, words)
     return {"method": name, "settings": {key: value for key, value in node.items() if not key.startswith("_")}}

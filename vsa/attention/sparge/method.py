@@ -121,10 +121,6 @@ class SpargeAttention(AttentionMethod):
             if skips and backend == "gather":
                 raise ValueError(f"thresholds of {self.path} need backend reference, triton or null, got gather")
 
-    @classmethod
-    def selection_with(cls, settings: Mapping[str, Any]) -> tuple[bool, bool]:
-        return settings["rule"] == "topk", settings["rule"] == "cdf"
-
     def setting(self, name: str) -> Any:
         if name == "tuned":
             # the content instead of the path, which an export to another place could not follow

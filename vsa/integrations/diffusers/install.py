@@ -12,12 +12,11 @@ import torch
 from torch import Tensor, nn
 from vsa_kernels.dispatch import resolve_backend
 
-from vsa.attention.base import AttentionMethod, own_settings, required_settings
+from vsa.attention.base import AttentionMethod, own_settings
 from vsa.attention.denoising import Denoising, DenoisingPass, DenoisingPlan, progress_of
-from vsa.attention.full import FullAttention
 from vsa.attention.kept_tiles import Budget, KeptTiles
 from vsa.attention.layout import BlockOrder, Partition, Segment, TileLayout
-from vsa.attention.named import WITHOUT_PARAMETERS, name_of
+from vsa.attention.named import example_of, layers_of, name_of
 from vsa.attention.sparsity import ConstantSparsity
 from vsa.attention.video_sparse import Backend, VideoSparseAttention
 from vsa.checkpoints.sparse_config import SparseAttentionConfig
@@ -179,11 +178,11 @@ def apply(
 
     Args:
         transformer: a Wan, LTX-Video, CogVideoX or HunyuanVideo transformer.
-        method: "video_sparse", "full", the name of a method without parameters (`vsa.attention.named`: "neighborhood",
-            ...), or a factory called with dim, num_heads, head_dim and layer_idx.
+        method: the name of a method in `configs/attention`, or a factory called with dim, num_heads, head_dim and
+            layer_idx. Except for video_sparse, a method that is named must have no parameters to train.
         sparsity: share of video tiles skipped per query tile, in [0, 1).
         topk: video tiles kept per query tile, one number or one per layer. Exactly one of sparsity and topk is
-            required, except for "full", "neighborhood" and other methods without a top-k, which take neither.
+            required, except for methods without a top-k ("full", "neighborhood", ...), which take neither.
         dense_layers: layers that keep all tiles; the single blocks of HunyuanVideo are numbered after its double
             blocks.
         dense_steps: number of first denoising steps of a clip that keep all tiles, see `Applied`.
@@ -194,7 +193,7 @@ def apply(
         block_order: block order of video_sparse; None: nested.
         gates: gates of video_sparse. none: for models without trained gates, the output is the fine stage; coarse and
             coarse_and_fine: register the gates in the blocks, at the identity, to be loaded or trained. None: none.
-        settings: constructor settings of a method without parameters: `{"window_thw": (18, 24, 24)}`.
+        settings: constructor settings of another method, beside those of its config: `{"window_thw": (18, 24, 24)}`.
         backend: backend of attention; None chooses by device.
     """
     family = family_of(transformer)
@@ -203,8 +202,8 @@ def apply(
     if tile_options and method != "video_sparse":
         name, value = next(iter(tile_options.items()))
         raise ValueError(f"{name}={value} applies to video_sparse only, got {method}")
-    if settings and (callable(method) or method not in WITHOUT_PARAMETERS):
-        raise ValueError(f"settings={dict(settings)} apply to {', '.join(WITHOUT_PARAMETERS)} only, got {method}")
+    if settings and (callable(method) or method == "video_sparse"):
+        raise ValueError(f"settings={dict(settings)} apply to named methods except video_sparse, got {method}")
     factory = method if callable(method) else _named_factory(method, tile_options, dict(settings or {}), backend)
     if method == "full" and (sparsity is not None or topk is not None):
         raise ValueError(f"full attention keeps all tiles, got sparsity={sparsity} and topk={topk}")
@@ -268,18 +267,20 @@ def _named_factory(
     """Factory of a method's layers by its name, with the options of video_sparse or the settings of another one."""
     if method == "video_sparse":
         return video_sparse_factory(**tiled, backend=backend)
-    if method == "full":
-        return FullAttention
-    if method not in WITHOUT_PARAMETERS:
+    # hydra is imported only where a config is built
+    from vsa.config import attention_config, target_class
+
+    node = attention_config(method)
+    cls, own = target_class(node["_target_"]), {name: value for name, value in node.items() if name[0] != "_"}
+    if unknown := sorted(set(settings) - set(own_settings(cls))):
+        raise ValueError(f"settings of {method}: unknown {unknown}, expected some of {', '.join(own_settings(cls))}")
+    factory = layers_of(cls, {**own, **settings}, backend)
+    if modules := example_of(factory).extra_modules():
         raise ValueError(
-            f"method must be video_sparse, full, {', '.join(WITHOUT_PARAMETERS)} or a factory, got {method!r}"
+            f"{method} with these settings has parameters to train ({', '.join(modules)}): load_sparse(folder) loads a "
+            "checkpoint that has them"
         )
-    setting_names = own_settings(WITHOUT_PARAMETERS[method])
-    if unknown := sorted(set(settings) - set(setting_names)):
-        raise ValueError(f"settings of {method}: unknown {unknown}, expected some of {', '.join(setting_names)}")
-    if missing := sorted(set(required_settings(WITHOUT_PARAMETERS[method])) - set(settings)):
-        raise ValueError(f"settings of {method}: missing {missing}")
-    return partial(WITHOUT_PARAMETERS[method], **settings, backend=backend)
+    return factory
 
 
 def video_sparse_factory(
@@ -355,9 +356,12 @@ def install(
         raise ValueError(f"{type(transformer).__name__} already has an attention method, call remove() first")
     applied = Applied(family, kept_on, plan, trained)
     # everything is built and checked before the first layer changes
+    rows = "" if family.text == "none" else f"{type(transformer).__name__} has text in its rows"
     for i, block in enumerate(family.blocks(transformer)):
         attn = getattr(block, family.attention)
         applied.methods.append(_layer_method(factory, attn, i, family, backend))
+        if rows and not applied.methods[i].takes_text:
+            raise ValueError(f"{type(applied.methods[i]).__name__} takes rows of one video, but {rows}")
         applied.methods[i].check_model(len(family.blocks(transformer)))
         added = applied.methods[i].extra_modules()
         for name in added:
