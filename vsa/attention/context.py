@@ -147,10 +147,10 @@ class AttnContext:
             index: kv tiles that each query tile attends to, with fine masks if there are any.
             **tensors: references, not copies; None values are left out. q, k `[B, L, H, D]`; scores `[B, H, Nq, Nkv]`,
                 logits by which the tiles were ranked; fine `[B, L, H, D]`, output of the selected tiles; coarse, output
-                `[B, N, H, D]` per tile or `[B, L, H, D]` per token; tail `[B, L, H, D]`, output of all other tiles;
-                gate_compress, gate_fine `[B, L, H, D]`, factors of coarse and fine; kept_density, merged_density
-                `[B, H]`, shares of pairs before and after groups of query tiles are merged; skipped `[B, H, Nq]`,
-                number of skips of a second stage.
+                `[B, N, H, D]` per tile or `[B, L, H, D]` per token; tail `[B, L, H, D]`, output of all other tiles, and
+                tail_mass `[B, L, H, 1]`, their part of the softmax; gate_compress, gate_fine `[B, L, H, D]`, factors of
+                coarse and fine; kept_density, merged_density `[B, H]`, shares of pairs before and after groups of query
+                tiles are merged; skipped `[B, H, Nq]`, number of skips of a second stage.
         """
         if self.recorder is None:
             return

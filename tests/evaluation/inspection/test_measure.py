@@ -10,9 +10,11 @@ import pytest
 import torch
 
 from tests.attention.neighborhood.oracle import grid_mask
+from vsa.attention.context import AttnContext
 from vsa.attention.dynamic_hilbert import DynamicHilbertAttention
 from vsa.attention.fine_grained.method import FineGrainedAttention
 from vsa.attention.full import FullAttention
+from vsa.attention.kept_tiles import KeptTiles
 from vsa.attention.neighborhood.method import NeighborhoodAttention
 from vsa.attention.pooled_tail import PooledTail
 from vsa.attention.sparge.method import SpargeAttention
@@ -238,6 +240,20 @@ def test_maps_are_what_the_layers_recorded_at_each_place(name):
     if name == "tail":
         assert inspection.table("gate_rms").isnan().all()
         assert not inspection.table("coarse_share").isnan().any()
+        # as the weights of the values: those of the selected tiles and of the tail are 1 together
+        by_value = tail_of_ones(records, model)
+        torch.testing.assert_close(inspection.table("tail_mass")[0, 1], by_value.mean((0, 1, 3)))
+        assert 0.01 < float(by_value.mean()) < 0.99
+    else:
+        assert inspection.table("tail_mass").isnan().all()
+
+
+def tail_of_ones(records, model):
+    """The tail's output `[B, L, H, D]` where every value is 1."""
+    layout, seen = model.layout_for(LATENTS), {}
+    ctx = AttnContext(layout=layout, topk=KeptTiles.of(3), recorder=lambda _, tensors: seen.update(tensors))
+    model.attention_layers[1].attend(records["q"], records["k"], torch.ones_like(records["k"]), ctx)
+    return seen["tail"]
 
 
 def test_what_is_measured_does_not_depend_on_what_is_shown():

@@ -35,6 +35,7 @@ HEAD_METRICS = {
     "gate_rms": "coarse gate, root mean square",
     "gate_fine_rms": "fine gate, root mean square",
     "coarse_share": "share of the coarse stage (or pooled tail) in the output",
+    "tail_mass": "attention that the layer gives to its pooled tail; the true one is 1 - recall",
     "overlap_steps": "overlap of a list with that of the timestep before",
     "entropy": "entropy of the coarse attention, 1 is uniform",
     "pair_overlap": "overlap of the lists of 2 neighbouring query tiles",
@@ -77,7 +78,7 @@ def stage_outputs(tensors: Mapping[str, Tensor], layout: TileLayout) -> tuple[Te
 def layer_metrics(
     tensors: Mapping[str, Tensor], layout: TileLayout, tokens: Tensor, previous: BlockIndex | None
 ) -> dict[str, Tensor]:
-    """Means over samples and heads, fp32 scalars by the names of `METRICS` and `gate_fine_rms`.
+    """Means over samples and heads, fp32 scalars by the names of `METRICS`, `gate_fine_rms` and `tail_mass`.
 
     Args:
         tensors: tensors that the layer recorded.
@@ -93,7 +94,7 @@ def layer_metrics(
     else:
         recall = stats.visible_recall(q, k, index, tokens, layout.blocks, layout.kv_blocks)
     missing = q.new_tensor(math.nan)
-    metrics = dict.fromkeys((*METRICS, "gate_fine_rms"), missing) | {
+    metrics = dict.fromkeys((*METRICS, "gate_fine_rms", "tail_mass"), missing) | {
         "recall": recall.selected.mean(),
         "recall_random": recall.random.mean(),
         "overlap_heads": stats.head_overlap(selected),
@@ -104,6 +105,8 @@ def layer_metrics(
     coarse, fine = stage_outputs(tensors, layout)
     if coarse is not None and fine is not None:
         metrics["coarse_share"] = stats.coarse_share(coarse, fine)
+    if "tail_mass" in tensors:
+        metrics["tail_mass"] = tensors["tail_mass"].mean()
     if "scores" in tensors:
         metrics["entropy"] = stats.coarse_entropy(tensors["scores"])
     if previous is not None:
