@@ -180,3 +180,13 @@ def test_what_is_not_finite_reaches_the_output(name, options, value):
                 assert found[0, :, 0].isfinite().all(), "another head"
                 if part == 0:
                     assert not found[0, token, 1].isfinite().all()
+
+
+@pytest.mark.parametrize(("name", "options"), ALL)
+def test_query_heads_may_share_a_kv_head(name, options):
+    method, (q, k, v) = make(name, options), inputs()
+    k, v = k[:, :, :1], v[:, :, :1]
+    shared, repeated = run(method, (q, k, v))[0], run(method, (q, k.expand_as(q), v.expand_as(q)))[0]
+    torch.testing.assert_close(shared, repeated)
+    # control: heads of their own are others
+    assert not torch.allclose(shared, run(method, inputs())[0])
