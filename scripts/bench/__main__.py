@@ -12,6 +12,7 @@ neighborhood  the block-sparse kernel on windows of several strides, with and wi
 fine_grained  FG-Attn's kernel on random masks of small tiles, its planning, and the kernel on lists of uneven length
 dynamic_hilbert  the block-sparse kernel over DFSAttn's schedule, with the cost of its selections
 vsa     the whole operator
+tail    the pooled tail in tiles of twice as many tokens beside it, and each part alone
 layer   a DiT layer, dense against sparse, and its block without the cost of self-attention
 step    a training step of a whole DiT
 distill an iteration of distillation with its three networks

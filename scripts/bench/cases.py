@@ -32,6 +32,7 @@ from .peers import add_peers, check_peers
 from .problems import SELECTION_SHAPES, Problem, Shape, pair_counts, problem
 from .selection import check_selection, selection
 from .step import TEXT_TOKENS, TrainingStep, attention_of, model_size
+from .tail import check_tail, tail
 from .timing import BACKWARD, BOTH, FORWARD, Measured, Op, Setup, Skipped, against, breakdown, fast_sdpa, measure, say
 
 # most bytes of scores in memory at a time, as in the operator
@@ -220,6 +221,7 @@ CASES = {
     "coarse": Case(coarse, _checked(checks.check_operator)),
     "peers": Case(peers, _check_peers, ["paper-16k-d128", "32k-d128", "76k-d128", "128k-d128", "220k-d128"]),
     "vsa": Case(vsa, _checked(checks.check_operator)),
+    "tail": Case(tail, _checked(check_tail), ["paper-16k-d64", "32k-d128", "wan14b-720p"]),
     "layer": Case(layer, _check_layer),
     "step": Case(step, _check_network),
     "selection": Case(
