@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise, product
 
 import pytest
 import torch
 from vsa_kernels import BlockIndex
 
 from tests.attention.oracle import cube_ids
-from vsa.attention.context import AttnContext
+from vsa.attention.context import AttnContext, recorded_index
 from vsa.attention.full import dense_attn
 from vsa.attention.kept_tiles import KeptTiles
 from vsa.attention.layout import Segment
@@ -198,6 +199,68 @@ def test_the_second_order_is_nearer_to_dense_attention():
     assert errors[1] < 0.9 * errors[0]
 
 
+ROWS = {
+    "text": [Segment((1, 1, 5), "text"), Segment((3, 4, 6))],
+    "two videos": [Segment((2, 4, 4)), Segment((1, 1, 3), "text", 1), Segment((2, 5, 4), "video", 1)],
+}
+
+
+@pytest.mark.parametrize("score", ["mean", "subblock_softmax"])
+@pytest.mark.parametrize("tail", ["excluded", "double_count", "none"])
+@pytest.mark.parametrize("row", ROWS)
+def test_rows_with_text_and_of_several_videos(row, tail, score):
+    sizes = {"dim": 8, "num_heads": 2, "head_dim": 4}
+    method = PooledTail(**sizes, tile_thw=(2, 2, 4), score=score, score_thw=(1, 2, 2), tail=tail)
+    layout = method.layout(ROWS[row], "cpu")
+    generator = torch.Generator().manual_seed(0)
+    size = (1, layout.num_tokens, 2, 4)
+    leaves = [torch.randn(size, generator=generator, dtype=torch.float64).requires_grad_() for _ in range(3)]
+    recorded = {}
+    for topk in (2, layout.num_video_tiles):
+        ctx = AttnContext(layout=layout, topk=KeptTiles.of(topk), recorder=lambda _, tensors: recorded.update(tensors))
+        out = method.attend(*leaves, ctx)["out"]
+        torch.testing.assert_close(out, expected := by_sample(leaves, recorded, layout, tail), rtol=1e-9, atol=1e-10)
+        for grad, want in zip(grads_of(out, leaves), grads_of(expected, leaves), strict=True):
+            torch.testing.assert_close(grad, want, rtol=1e-9, atol=1e-10)
+        parts = recorded["fine"] + (recorded["tail"] if tail != "none" else 0)
+        torch.testing.assert_close(parts, out.detach(), rtol=1e-9, atol=1e-10)
+        # the same without a recorder
+        ctx = AttnContext(layout=layout, topk=KeptTiles.of(topk))
+        torch.testing.assert_close(method.attend(*leaves, ctx)["out"], out, rtol=1e-9, atol=1e-10)
+
+
+def by_sample(leaves, recorded, layout, tail):
+    """Token by token in tile-major order: text sees its sample, a video token its text, its listed tiles and the tail
+    of its sample's video tiles."""
+    q, k, v = (x.transpose(1, 2) for x in leaves)
+    starts = layout.blocks.offsets.tolist()
+    text = [any(a <= start < b for a, b, _ in layout.text_spans) for start in starts[:-1]]
+    sample = [next(i for i, (a, b) in enumerate(layout.sample_spans) if a <= start < b) for start in starts[:-1]]
+    listed = recorded_index(recorded).to_dense(layout.blocks.num)
+    means = [[x[:, :, a:b].mean(2) for a, b in pairwise(starts)] for x in (k, v)]
+    out, row = torch.zeros_like(q), 0
+    for i, (first, last) in enumerate(pairwise(starts)):
+        for b, h in product(range(q.shape[0]), range(q.shape[1])):
+            keys, values, bias = [], [], []
+            for j, (start, stop) in enumerate(pairwise(starts)):
+                if sample[i] != sample[j]:
+                    continue
+                shown = text[i] or bool(listed[b % listed.shape[0], h % listed.shape[1], row, j])
+                if shown:
+                    keys += [k[b, h, start:stop]]
+                    values += [v[b, h, start:stop]]
+                    bias += [torch.zeros(stop - start, dtype=q.dtype)]
+                pooled = tail == "double_count" or (tail == "excluded" and not shown)
+                if pooled and not text[i] and not text[j]:
+                    keys += [means[0][j][b, h][None]]
+                    values += [means[1][j][b, h][None]]
+                    bias += [torch.tensor([math.log(stop - start)], dtype=q.dtype)]
+            logits = q[b, h, first:last] @ torch.cat(keys).T / 2 + torch.cat(bias)
+            out[b, h, first:last] = logits.softmax(-1) @ torch.cat(values)
+        row += not text[i]
+    return out.transpose(1, 2)
+
+
 def test_pairs_and_bad_input():
     method = PooledTail(**SIZES)
     layout = method.layout([Segment((8, 8, 8))])
@@ -206,7 +269,9 @@ def test_pairs_and_bad_input():
     # no tail is no pair of it, and both levels are computed for every token
     assert PooledTail(**SIZES, tail="none").pairs(layout, 2) == 512 * 2 * 64
     assert PooledTail(**SIZES, tail="none", score="mass").pairs(layout, 2) == 512 * (2 * 64 + 4)
-    assert PooledTail(**SIZES, score="error").pairs(layout, 2) == 512 * (2 * 64 + 8 + 4)
+    # the eager tail has logits that the score takes
+    assert PooledTail(**SIZES, score="error").pairs(layout, 2) == 512 * (2 * 64 + 8 + 8)
+    assert PooledTail(**SIZES, score="error", order=2).pairs(layout, 2) == 512 * (2 * 64 + 12 + 4)
     two = PooledTail(**SIZES, levels=2, node_thw=(4, 8, 8), tail="double_count")
     assert two.pairs(two.layout([Segment((8, 8, 8))]), 2) == 512 * (2 * 64 + 8 + 2)
     assert PooledTail(**SIZES, tile_thw=(2, 4, 4)).node_thw == (4, 16, 16)
@@ -220,5 +285,7 @@ def test_pairs_and_bad_input():
     with pytest.raises(ValueError, match="order=3: expected one of 1, 2"):
         PooledTail(**SIZES, order=3)
     row = method.layout([Segment((4, 4, 4)), Segment((1, 1, 3), "text")])
+    assert method.pairs(row, 1) == 64 * (64 + 3 + 1) + 3 * 67
+    method = PooledTail(**SIZES, order=2)
     with pytest.raises(ValueError, match="takes rows of one video"):
         method.attend(*[torch.zeros(1, 67, 4, 4)] * 3, AttnContext(layout=row, topk=KeptTiles.of(1)))

@@ -207,6 +207,12 @@ class TileLayout:
         """Raster copy of a tile-major x `[B, L, ...]`."""
         return x if self.is_identity else rearrange(x, self.inverse, self.order)
 
+    @property
+    def text_tokens(self) -> tuple[int, ...]:
+        """Text and cond tokens of each sample."""
+        samples = range(len(self.sample_spans))
+        return tuple(sum(b - a for a, b, owner in self.text_spans if owner == sample) for sample in samples)
+
     def take_video(self, x: Tensor) -> Tensor:
         """Video tokens `[B, Lv, ...]` of a tile-major x `[B, L, ...]`."""
         if not self.text_spans:

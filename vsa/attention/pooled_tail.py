@@ -29,9 +29,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
-from vsa_kernels import BlockIndex, block_mean_pool, block_sparse_attn
+from vsa_kernels import BlockIndex, block_mean_pool, block_sparse_attn, tail_attn
 
 from vsa.attention.context import AttnContext
+from vsa.attention.dense import dense_attn_per_sample, text_attn
 from vsa.attention.kept_tiles import KeptTiles
 from vsa.attention.layout import TileLayout
 from vsa.attention.scores import mean_scores, per_head, tile_logits, tiles_inside, with_damage_first
@@ -43,18 +44,21 @@ from vsa.settings import validated
 
 @validated
 class PooledTail(SelectingAttention):
-    """Exact attention to the top-k tiles and to the means of others, in one softmax; for rows of one video.
+    """Exact attention to the top-k tiles and to the means of others, in one softmax.
+
+    Text and cond tokens attend densely to their sample, and every video token attends to them in addition to the
+    selected tiles.
 
     Args:
         tail: excluded, double_count or none, see the top of this file.
-        levels: sizes of tiles in selection and tail, 1 or 2; 2 is eager and saves no time.
+        levels: sizes of tiles in selection and tail, 1 or 2; 2 is eager, for rows of one video, and saves no time.
         node_thw: tokens per node of two levels along time, height, width, a multiple of the tile; None: its sides
             squared.
         order: order of the tail's approximation, 1 or 2, see the top of this file; variances are per channel.
-            Order 2 is an experiment.
-        backend: backend of the fine stage; None chooses by device.
-        **layer: see `SelectingAttention`; the scores mass and error have the logits of the tail's tiles, of order 2
-            too.
+            Order 2 is an experiment: eager, for rows of one video.
+        backend: backend of `tail_attn`; None chooses by device.
+        **layer: see `SelectingAttention`; the scores mass and error have the logits of an eager tail's tiles, of order
+            2 too.
 
     Source: order 1 is the forward of Sol-Attn (arXiv 2607.24027, training-free). LLSA (arXiv 2512.16615) trains it on
     images, as double_count, with one or two levels; its nodes have as many tiles as a tile has tokens. SVG-EAR (arXiv
@@ -94,34 +98,62 @@ class PooledTail(SelectingAttention):
             layout.derive(tiles_inside, self.tile_thw, self.node_thw)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, ctx: AttnContext) -> dict[str, Tensor]:
+        layout, topk = ctx.layout, ctx.kept(q)
+        if self.order == 2 or self.levels == 2:
+            return self._attend_eager(q, k, v, ctx)
+        every = ctx.dense or (self.selects and ctx.topk.samples is None and topk >= layout.num_video_tiles)
+        if every and self.tail != "double_count" and ctx.recorder is None:
+            return {"out": dense_attn_per_sample(q, k, v, layout)}
+        video, texts = layout.take_video(q), text_attn(q, k, v, layout)
+        tiles: dict[str, Any] = {"q_blocks": layout.video_blocks, "kv_blocks": layout.blocks, "backend": self.backend}
+        masks: dict[str, Any] = {"candidates": layout.candidates, "always": layout.always}
+
+        def choose(topk: KeptTiles) -> BlockIndex:
+            scores = self.scores(q, k, v, layout)
+            # without a tail the output may lack a tile
+            scores = with_damage_first(scores, k, v, layout) if self.tail == "none" else scores
+            return self.choose(scores, topk, layout, logits_of=self.map_logits, **masks)
+
+        index, rest, mass = ctx.select(choose), None, None
+        if self.tail == "none":
+            fine, _ = block_sparse_attn(video, k, v, index, **tiles)
+            out = fine
+        else:
+            exclude = self.tail == "excluded"
+            out, total = tail_attn(video, k, v, index, **tiles, candidates=layout.candidates, exclude=exclude)
+            if ctx.recorder is not None:
+                fine, lse = block_sparse_attn(video, k, v, index, **tiles)
+                share = (lse - total).exp().transpose(1, 2)[..., None]
+                fine = fine * share.to(fine.dtype)
+                rest = layout.merge(out - fine, [torch.zeros_like(text) for text in texts])
+                mass = layout.merge(1 - share, [torch.zeros_like(text[..., :1]) for text in texts])
+        if ctx.recorder is not None:
+            tensors = {"fine": layout.merge(fine, texts), "tail": rest, "tail_mass": mass}
+            scores = self.map_logits(self.scores(q, k, v, layout))
+            ctx.record(self.layer_idx, index, q=q, k=k, scores=scores, **tensors)
+        return {"out": layout.merge(out, texts)}
+
+    def _attend_eager(self, q: Tensor, k: Tensor, v: Tensor, ctx: AttnContext) -> dict[str, Tensor]:
+        """Tails of order 2 and of two levels, by logits `[B, H, L, N]`."""
         layout = ctx.layout
-        ctx.kept(q)
-        layout.only_video("attention with a pooled tail")
+        layout.only_video(f"a pooled tail of order {self.order} and {self.levels} levels")
         blocks = layout.blocks
-        logits = None if self.tail == "none" else tile_logits(q, k, blocks, self.order)
+        logits = tile_logits(q, k, blocks, self.order)
         nodes = self._nodes(q, k, ctx) if self.levels == 2 else None
         inside = None if nodes is None else self._tiles_of(nodes, layout)
         ranked = partial(self.scores, q, k, v, layout, logits)
-
-        def choose(topk: KeptTiles) -> BlockIndex:
-            # without a tail the output may lack a tile
-            scores = ranked() if logits is not None else with_damage_first(ranked(), k, v, layout)
-            return self.choose(scores, topk, layout, logits_of=self.map_logits, candidates=inside)
-
-        index = ctx.select(choose)
+        how: dict[str, Any] = {"logits_of": self.map_logits, "candidates": inside}
+        index = ctx.select(lambda topk: self.choose(ranked(), topk, layout, **how))
         fine, lse = block_sparse_attn(q, k, v, index, q_blocks=blocks, kv_blocks=blocks, backend=self.backend)
-        rest = share = None
-        if logits is not None:
-            others, values = self._tail(q, k, v, logits, index.to_dense(blocks.num), nodes, layout)
-            total = torch.cat((lse[..., None], others), dim=-1).logsumexp(-1, keepdim=True)
-            rest = ((others - total).exp() @ values).transpose(1, 2).to(fine.dtype)
-            share = (lse[..., None] - total).exp().transpose(1, 2)
-            fine = fine * share.to(fine.dtype)
+        others, values = self._tail(q, k, v, logits, index.to_dense(blocks.num), nodes, layout)
+        total = torch.cat((lse[..., None], others), dim=-1).logsumexp(-1, keepdim=True)
+        rest = ((others - total).exp() @ values).transpose(1, 2).to(fine.dtype)
+        share = (lse[..., None] - total).exp().transpose(1, 2)
+        fine = fine * share.to(fine.dtype)
         if ctx.recorder is not None:
-            scores = self.map_logits(ranked())
-            mass = None if share is None else 1 - share
-            ctx.record(self.layer_idx, index, q=q, k=k, fine=fine, tail=rest, tail_mass=mass, scores=scores)
-        return {"out": fine if rest is None else fine + rest}
+            tensors = {"fine": fine, "tail": rest, "tail_mass": 1 - share, "scores": self.map_logits(ranked())}
+            ctx.record(self.layer_idx, index, q=q, k=k, **tensors)
+        return {"out": fine + rest}
 
     def _tail(
         self,
@@ -168,11 +200,15 @@ class PooledTail(SelectingAttention):
         return torch.arange(len(sizes), device=sizes.device).repeat_interleave(sizes, output_size=layout.num_blocks)
 
     def pairs(self, layout: TileLayout, topk: float) -> float:
-        """Pairs of the selected tiles (exact when tiles are full) and of every token with every tile and node; the
-        product with the variances in order 2 counts as half a pair, and so does one of a score; `mass` and `error`
-        take the logits of the tail."""
-        tokens, tiles = layout.num_tokens, layout.num_blocks
-        pooled = tiles + (layout.tiles[self.node_thw].num if self.levels == 2 else 0)
-        pooled = 0 if self.tail == "none" else pooled * (1 if self.order == 1 else 1.5)
-        shared = tiles / 2 if pooled and self.score in ("mass", "error") else 0
-        return tokens * (tokens * min(topk, tiles) / tiles + pooled - shared) + self.score_pairs(layout)
+        """Pairs of the selected tiles (exact when tiles are full) and of every video token with every tile of its
+        sample and node; the product with the variances in order 2 counts as half a pair, and so does one of a score.
+        In an eager tail `mass` and `error` take its logits."""
+        total = self.kept_pairs(layout, topk) + self.score_pairs(layout)
+        if self.tail == "none":
+            return total
+        nodes = layout.tiles[self.node_thw].num if self.levels == 2 else 0
+        eager = self.order == 2 or self.levels == 2
+        for (start, stop), tiles, text in zip(layout.sample_spans, layout.video_tiles, layout.text_tokens, strict=True):
+            shared = tiles / 2 if eager and self.score in ("mass", "error") else 0
+            total += (stop - start - text) * ((tiles + nodes) * (1 if self.order == 1 else 1.5) - shared)
+        return total

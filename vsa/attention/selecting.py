@@ -80,9 +80,9 @@ class SelectingAttention(RuledAttention):
         if self.sub_thw is not None:
             form = "lse" if self.score == "subblock_lse" else "softmax"
             return scores.subblock_scores(q, k, layout, self.sub_thw, form=form)
-        layout.only_video(f"score={self.score}")
         if self.score == "mean":
-            return scores.mean_scores(q, k, layout.blocks, layout.kv_blocks)
+            return scores.mean_scores(layout.take_video(q), k, layout.video_blocks, layout.kv_blocks)
+        layout.only_video(f"score={self.score}")
         if self.score == "oracle":
             return scores.oracle_scores(q, k, layout)
         if self.score == "random":
@@ -99,6 +99,15 @@ class SelectingAttention(RuledAttention):
         if self.score in ("error", "random"):
             return None
         return ranked if self.score == "subblock_lse" else ranked.log()
+
+    def kept_pairs(self, layout: TileLayout, topk: float) -> float:
+        """Pairs of the selected tiles and of the text and cond tokens of each sample."""
+        total = 0.0
+        for (start, stop), tiles, text in zip(layout.sample_spans, layout.video_tiles, layout.text_tokens, strict=True):
+            video = stop - start - text
+            selected_keys = video * min(topk, tiles) / tiles if tiles else 0.0
+            total += video * (selected_keys + text) + text * (video + text)
+        return total
 
     def score_pairs(self, layout: TileLayout) -> float:
         """Pairs of the score, half a pair for each product of a query and a key; those of `mean` are not counted."""

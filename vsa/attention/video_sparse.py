@@ -159,10 +159,5 @@ class VideoSparseAttention(SelectingAttention):
 
     def pairs(self, layout: TileLayout, topk: float) -> float:
         """Pairs of the fine stage (exact when the tiles are full), of the coarse stage and of another score."""
-        total = float(layout.video_blocks.num * layout.blocks.num) + self.score_pairs(layout)
-        for sample, (start, stop) in enumerate(layout.sample_spans):
-            text = sum(b - a for a, b, owner in layout.text_spans if owner == sample)
-            video, tiles = stop - start - text, layout.video_tiles[sample]
-            selected_keys = video * min(topk, tiles) / tiles if tiles else 0.0
-            total += video * (selected_keys + text) + text * (video + text)
-        return total
+        coarse = float(layout.video_blocks.num * layout.blocks.num)
+        return coarse + self.score_pairs(layout) + self.kept_pairs(layout, topk)
