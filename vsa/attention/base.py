@@ -83,6 +83,9 @@ class AttentionMethod(nn.Module):
     takes_text = True
     """Whether a row may hold text and cond tokens beside its video."""
 
+    operator = "coarse_fine_attn"
+    """Operator of vsa_kernels whose results estimates charge to a layer that selects tiles."""
+
     def __init__(self, *, dim: int, num_heads: int, head_dim: int, layer_idx: int = 0):
         super().__init__()
         self.dim, self.num_heads, self.head_dim, self.layer_idx = dim, num_heads, head_dim, layer_idx

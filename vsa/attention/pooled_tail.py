@@ -67,7 +67,7 @@ class PooledTail(SelectingAttention):
     output with all tiles selected is exactly that of dense attention, order 2 and the score mass.
     """
 
-    takes_text = False
+    operator = "tail_attn"
 
     def __init__(
         self,
@@ -81,6 +81,9 @@ class PooledTail(SelectingAttention):
     ):
         super().__init__(**layer)
         self.tail, self.levels, self.order, self.backend = tail, levels, order, backend
+        self.eager = order == 2 or levels == 2
+        if self.eager:
+            self.takes_text = False
         self.node_thw = grid_of([n * n for n in self.tile_thw] if node_thw is None else node_thw)
         for name, value in (("order", order), ("levels", levels)):
             if tail == "none" and value == 2:
@@ -99,7 +102,7 @@ class PooledTail(SelectingAttention):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, ctx: AttnContext) -> dict[str, Tensor]:
         layout, topk = ctx.layout, ctx.kept(q)
-        if self.order == 2 or self.levels == 2:
+        if self.eager:
             return self._attend_eager(q, k, v, ctx)
         every = ctx.dense or (self.selects and ctx.topk.samples is None and topk >= layout.num_video_tiles)
         if every and self.tail != "double_count" and ctx.recorder is None:
@@ -207,8 +210,7 @@ class PooledTail(SelectingAttention):
         if self.tail == "none":
             return total
         nodes = layout.tiles[self.node_thw].num if self.levels == 2 else 0
-        eager = self.order == 2 or self.levels == 2
         for (start, stop), tiles, text in zip(layout.sample_spans, layout.video_tiles, layout.text_tokens, strict=True):
-            shared = tiles / 2 if eager and self.score in ("mass", "error") else 0
+            shared = tiles / 2 if self.eager and self.score in ("mass", "error") else 0
             total += (stop - start - text) * ((tiles + nodes) * (1 if self.order == 1 else 1.5) - shared)
         return total

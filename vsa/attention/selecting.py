@@ -51,6 +51,8 @@ class SelectingAttention(RuledAttention):
         self.block_order: BlockOrder = block_order
         self.score: Score = score
         self.score_seed = score_seed
+        if score != "mean" and self.sub_thw is None:
+            self.takes_text = False
         if self.sub_thw is not None:
             refuse_no_divisor("score_thw", self.sub_thw, tile_thw=self.tile_thw)
 

@@ -99,4 +99,11 @@ def _bwd_flops(*shapes: Any, out_shape: Any = None, **_: Any) -> int:
     return 5 * _matmul_flops(shapes[5], shapes[6], shapes[8:])
 
 
-declare(Operator(name="tail_attn", module=__name__, ops={"tail_fwd": _fwd_flops, "tail_bwd": _bwd_flops}))
+def _result_bytes(tokens: int, heads: int, head_dim: int, num_blocks: int, capacity: int) -> int:
+    # out in half precision, lse, both means, and the lists that the selection keeps
+    floats = heads * (tokens + 2 * num_blocks * head_dim)
+    return 2 * tokens * heads * head_dim + 4 * (floats + heads * num_blocks * (capacity + 1))
+
+
+_OPS = {"tail_fwd": _fwd_flops, "tail_bwd": _bwd_flops}
+declare(Operator(name="tail_attn", module=__name__, ops=_OPS, result_bytes=_result_bytes))

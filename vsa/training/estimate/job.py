@@ -106,12 +106,12 @@ class Job:
         """Kinds of blocks of a network, with the sizes of a micro-batch, and the number of layers of each."""
         tiles = network.model.layout_for(self.latent_shape).num_video_tiles
         kinds = Counter(
-            (len(method.extra_modules()), tiles if runs_operator(method, tiles, self.topk) else 0)
+            (len(method.extra_modules()), method.operator, tiles if runs_operator(method, tiles, self.topk) else 0)
             for method in network.model.attention_layers
         )
         return {self._block(network, *kind): layers for kind, layers in kinds.items()}
 
-    def _block(self, network: PlannedNetwork, gates: int, tiles: int) -> BlockShape:
+    def _block(self, network: PlannedNetwork, gates: int, operator: str, tiles: int) -> BlockShape:
         topk = int(max(self.topk.layers))
         return BlockShape(
             tokens=self.batch * self.tokens(network),
@@ -120,6 +120,7 @@ class Job:
             ffn_dim=network.model.ffn_dim,
             heads=network.model.num_heads,
             gates=gates,
+            operator=operator,
             tiles=self.batch * tiles,
             # index lists are padded to a multiple of 32
             capacity=-(-topk // 32) * 32,
