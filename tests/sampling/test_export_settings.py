@@ -124,7 +124,7 @@ def test_a_converted_run_is_sampled_by_the_command(make_run, tmp_path):
         ("neighborhood", "window_thw=[1.0,0.5,3], causal_thw=[true,false,false]) from", {"window_thw": [1.0, 0.75, 3]}),
         ("sparge", "q_tokens=16, kv_tokens=8, tau=0.4, theta=-1.0) from", {"tau": 0.9}),
         ("fine_grained", "q_tokens=16, kv_tokens=4, top_p=0.3) from", {"top_p": 0.9}),
-        ("dynamic_hilbert", "tokens=8, sub_tokens=4) from", {"order": "raster"}),
+        ("dynamic_hilbert", "tokens=8, sub_tokens=4, top-k 2..2 of 8) from", {"order": "raster"}),
     ],
 )
 def test_methods_without_parameters_are_exported_and_verified(method, told, change, make_run, tmp_path, capsys):

@@ -104,7 +104,7 @@ class PooledTail(SelectingAttention):
         layout, topk = ctx.layout, ctx.kept(q)
         if self.eager:
             return self._attend_eager(q, k, v, ctx)
-        every = ctx.dense or (self.selects and ctx.topk.samples is None and topk >= layout.num_video_tiles)
+        every = ctx.dense or (self.rule == "topk" and ctx.topk.samples is None and topk >= layout.num_video_tiles)
         if every and self.tail != "double_count" and ctx.recorder is None:
             return {"out": dense_attn_per_sample(q, k, v, layout)}
         video, texts = layout.take_video(q), text_attn(q, k, v, layout)

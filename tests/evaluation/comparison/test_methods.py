@@ -64,7 +64,7 @@ def test_dense_attention_is_always_first_and_nothing_twice():
     ("text", "message"),
     [
         ("", "method '': attention=: unknown method, expected one of compressed_kv, .*full"),
-        ("vsa topk=1", "unknown method, expected one of"),
+        ("vsaa topk=1", "unknown method, expected one of"),
         ("video_sparse", "method 'video_sparse': it selects tiles, expected either topk=K or sparsity=SHARE"),
         ("video_sparse topk=1 sparsity=0.5", "expected either topk=K or sparsity=SHARE"),
         ("video_sparse topk=0", "topk=0: expected an integer of at least 1"),
