@@ -538,6 +538,44 @@ def check_captions(folder: Path) -> None:
         read_prompts(folder / "p.JSONL")
 
 
+@row("keys and columns")
+def check_keys(folder: Path) -> None:
+    text = PAGE.read_text(encoding="utf-8").partition("| **keys and columns** |")[2].partition("\n")[0]
+    names, captions = (re.findall(r"`(\w+)`", part) for part in text.partition("captions under")[::2])
+    assert len(names) == 7
+    assert len(captions) == 4
+    videos = pictures(folder / "v", "a.png")
+    for name in names:
+        for caption in captions:
+            (videos / "captions.csv").write_text(f"{name},film,{caption}\na.png,x,one\n")
+            assert captions_in(videos) == {"a.png": ["one"]}
+            (videos / "captions.jsonl").write_text(
+                json.dumps({name: "a.png", caption: ["one", "two"], "n": 3, "f": 0.5})
+            )
+            assert captions_in(videos) == {"a.png": ["one", "two"]}
+            assert read_captions(videos, None, [videos / "a.png"]).fields == {videos / "a.png": {"n": "3"}}
+            (videos / "captions.jsonl").unlink()
+
+
+@row("paths in caption files")
+def check_paths(folder: Path) -> None:
+    (folder / "v" / "deep").mkdir(parents=True)
+    videos = pictures(folder / "v", "a.png", "deep/b.png")
+    lists = folder / "lists"
+    lists.mkdir()
+    (lists / "own.jsonl").write_text(
+        "\n".join(
+            json.dumps({"video": name, "caption": name})
+            for name in ("D:\\films\\a.png", "/somewhere/v/deep/b.png", "/x/gone.png", "..\\v\\a.png", "v/a.png")
+        )
+    )
+    found = read_captions(videos, lists / "own.jsonl", [videos / "a.png", videos / "deep" / "b.png"])
+    assert found.of == {videos / "a.png": ["D:\\films\\a.png"], videos / "deep" / "b.png": ["/somewhere/v/deep/b.png"]}
+    assert found.moved == {"D:\\films\\a.png": videos / "a.png", "/somewhere/v/deep/b.png": videos / "deep" / "b.png"}
+    assert [place for place, _ in found.unusable] == [f"own.jsonl, line {i}" for i in (3, 4, 5)]
+    assert "either of which may be" in found.unusable[1][1]
+
+
 @row("characters")
 def check_characters(folder: Path) -> None:
     said = "a\u00a0re\u200bd \u3000 cafe\u0301 \u201cblue\u201d \U0001f469\u200d\U0001f680\u202e \x1b[31m\ufeff\n"

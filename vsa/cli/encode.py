@@ -16,7 +16,10 @@ CLIPS, BY, OUTPUT = "Clips", "Encoders", "Output"
 def encode(
     videos: Annotated[Path, typer.Argument(help="folder of videos and images, searched with its subfolders")],
     out: Annotated[Path, typer.Argument(help="folder of shards to write")],
-    captions: Annotated[Path | None, option("caption file: .jsonl, .json, or .txt with name, tab, caption")] = None,
+    captions: Annotated[
+        Path | None, option("caption file: .jsonl, .json, .csv or .txt (captions.*, metadata.*)")
+    ] = None,
+    trigger: Annotated[str, option("words put before every caption, as '--trigger sks'")] = "",
     size: Annotated[
         tuple[int, int] | None,
         option("scale to cover, crop the centre (as stored)", panel=CLIPS, whole=(1, 8192), metavar="HEIGHT WIDTH"),
@@ -61,8 +64,8 @@ def encode(
 ) -> None:
     """Encode a folder of captioned videos and images into shards of latents and text.
 
-    Captions: captions.jsonl in the folder (lines of {"video": "a.mp4", "captions": ["...", "..."]}), the file of
-    --captions, or a.txt beside a.mp4. The default encoders are embedded (Haar wavelets, hashed n-grams).
+    Captions: captions.jsonl in the folder (lines of {"video": "a.mp4", "captions": ["...", "..."]}), the files of
+    other trainers, the file of --captions, or a.txt or a.json beside a.mp4.
 
     \b
     vsa encode VIDEOS SHARDS --size 128 128 --frames 16

@@ -23,6 +23,7 @@ from vsa.data.clip_rules import PATCH, ClipRules
 from vsa.data.codecs import Codec, HaarCodec, WanVAE
 from vsa.data.decoder_process import DecoderProcess
 from vsa.data.media_folder import media_files
+from vsa.data.prompts import tidy
 from vsa.data.reconstruction import describe_reconstruction
 from vsa.data.resumable_writer import (
     OutputOptions,
@@ -66,6 +67,7 @@ class EncodeOptions:
         clips: rules that cut a clip out of a video.
         output: settings of the shards.
         captions: caption file; see `vsa.data.captions.read_captions`.
+        trigger: words put before every caption.
         image_condition: whether the image condition of an image-to-video model is stored with every clip; see
             `WanVAE.image_condition`.
         skip_bad: whether files that do not decode, are too short or have no caption are skipped and reported, instead
@@ -78,6 +80,7 @@ class EncodeOptions:
     clips: ClipRules = field(default_factory=ClipRules)
     output: OutputOptions = field(default_factory=OutputOptions)
     captions: str | Path | None = None
+    trigger: str = ""
     image_condition: bool = False
     skip_bad: bool = False
     decode_seconds: float = 120
@@ -167,7 +170,7 @@ class _Encoding:
         self.files = self.media.files
         self._names = [path.relative_to(folder).as_posix() for path in self.files]
         self._ids = sample_ids(self._names)
-        self.captions = read_captions(folder, caption_file, self.files)
+        self.captions = read_captions(folder, caption_file, self.files, trigger=tidy(options.trigger))
         # reasons by number
         missing = self.captions.missing
         self._bad = {i: missing[path] for i, path in enumerate(self.files) if path in missing}
@@ -218,6 +221,9 @@ class _Encoding:
         if joined := self.captions.joined:
             first = f"{len(joined)} text files, first {joined[0].name}"
             yield f"lines joined to one caption: {first}; a blank line begins another caption"
+        if moved := self.captions.moved:
+            name, path = next(iter(moved.items()))
+            yield f"found by the end of their path: {len(moved)} names of the caption file, first {name} as {path}"
         if cut := describe_cut(self._text_encoder, chain(*(self.captions.of[self.files[i]] for i in good))):
             yield cut
         codec, (_, sh, sw) = self._codec, self._codec.stride

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from vsa.data.encode import EncodeOptions, UnusableFiles, encode_folder
 from vsa.data.encoders import EncoderChoice
+from vsa.data.prompts import tidy
 from vsa.data.shards import LatentReader
 from vsa.errors import first_of, usable_device
 
@@ -45,3 +46,6 @@ def encode_and_tell(videos: Path, out: Path, encoders: EncoderChoice, options: E
     shapes = {sample.latent_shape for sample in index.samples.values()}
     if settings := encoders.training_settings(str(out), str(videos), shapes):
         print(f"to train on them: vsa train {shlex.join(settings)}")
+    if trigger := tidy(options.trigger):
+        prompt = shlex.quote(f"{trigger} ...")
+        print(f"every caption begins with {trigger!r}, and so should prompts: vsa sample RUN --prompt {prompt}")

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from vsa.data.captions import CAPTION_FILES
+from vsa.data.captions import SIDECARS, listing, usual_file
 from vsa.data.video_files import IMAGE_SUFFIXES, VIDEO_SUFFIXES
 
 # what systems leave in folders, and their files for the resources of another file
@@ -43,18 +43,19 @@ def media_files(folder: Path, caption_file: Path | None = None) -> MediaFolder:
 
     Args:
         folder: folder of videos and images, searched with its subfolders.
-        caption_file: file of captions besides those with a usual name.
+        caption_file: file of captions; None: the one with a usual name, if any.
     """
     if not folder.is_dir():
         raise ValueError(f"no such folder of videos: {folder}")
     paths = sorted(path for path in folder.rglob("*") if not path.name.startswith(_RESOURCES))
     named = {path for path in paths if path.suffix.lower() in VIDEO_SUFFIXES + IMAGE_SUFFIXES}
     files = [path for path in paths if path in named and path.is_file()]
-    captions = {folder / name for name in CAPTION_FILES} | ({caption_file} if caption_file else set())
+    caption_file = caption_file or usual_file(folder)
+    captions = {caption_file, caption_file and listing(caption_file)}
     stems = {_stem(path) for path in files}
     unread: dict[str, list[str]] = {}
     for path in paths:
-        is_caption = path in captions or (path.suffix.lower() == ".txt" and _stem(path) in stems)
+        is_caption = path in captions or (path.suffix.lower() in SIDECARS and _stem(path) in stems)
         if path not in named and not is_caption and path.name.lower() not in _SYSTEM_FILES and path.is_file():
             unread.setdefault(path.suffix.lower(), []).append(path.relative_to(folder).as_posix())
     ignored = [

@@ -1,0 +1,144 @@
+"""Caption files of other trainers, each in the layout that its own pages describe."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from vsa.data.captions import Captions, read_captions
+from vsa.data.media_folder import media_files
+
+DOG, CAT = 'a dog, "Rex", runs', "a cat sits\nand looks"
+
+
+def folder_of(root: Path, files: dict[str, str | bytes]) -> Path:
+    """A folder of clips, which are never opened, and texts; a name alone is that of a clip."""
+    for name, content in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_bytes(content.encode() if isinstance(content, str) else content)
+    return root
+
+
+def read(root: Path, caption_file: Path | None = None, **options) -> tuple[Captions, dict[str, list[str]]]:
+    media = media_files(root, caption_file)
+    captions = read_captions(root, caption_file, media.files, **options)
+    assert not media.unread
+    return captions, {path.relative_to(root).as_posix(): found for path, found in captions.of.items()}
+
+
+def lines(*entries: dict) -> str:
+    return "\n".join(json.dumps(entry) for entry in entries) + "\n"
+
+
+LAYOUTS = {
+    # examples/cogvideo/README.md: two lists, paths below --instance_data_root
+    "diffusers, two files": {
+        "videos/00000.mp4": "",
+        "videos/00001.mp4": "",
+        "videos.txt": "videos/00000.mp4\r\nvideos/00001.mp4\r\n",
+        "prompts.txt": 'a dog, "Rex", runs\r\na cat sits and looks\r\n\r\n',
+    },
+    # the same page: --dataset_file with the columns of --video_column and --caption_column
+    "diffusers, table": {
+        "00000.mp4": "",
+        "00001.mp4": "",
+        "metadata.csv": b"\xef\xbb\xbf"
+        + b'video,text\r\n00000.mp4,"a dog, ""Rex"", runs"\r\n00001.mp4,"a cat sits\nand looks"\r\n',
+    },
+    # docs/dataset/README.md: prompt.txt is another name of the list
+    "finetrainers, two files": {
+        "videos/a.mp4": "",
+        "videos/b.mp4": "",
+        "videos.txt": "videos/a.mp4\nvideos/b.mp4\n",
+        "captions.txt": 'a dog, "Rex", runs\na cat sits and looks\n',
+    },
+    # the same page: a folder of the datasets library
+    "finetrainers, folder": {
+        "a.mp4": "",
+        "b.mp4": "",
+        "metadata.jsonl": lines({"file_name": "a.mp4", "caption": DOG}, {"file_name": "b.mp4", "caption": CAT}),
+    },
+    "finetrainers, pairs": {"a.mp4": "", "b.mp4": "", "a.txt": DOG, "b.txt": CAT},
+    # docs/dataset_config.md: paths of the machine on which it was written
+    "musubi-tuner, metadata": {
+        "clips/a.mp4": "",
+        "clips/b.mp4": "",
+        "metadata.jsonl": lines(
+            {"video_path": "D:\\films\\clips\\a.mp4", "caption": DOG},
+            {"video_path": "/home/me/films/clips/b.mp4", "caption": CAT, "control_path": "/home/me/c.mp4"},
+        ),
+    },
+    "musubi-tuner, other extension": {"a.mp4": "", "b.mp4": "", "a.caption": DOG, "b.caption": CAT},
+    # utils/dataset.py: captions.json of lists by file name
+    "diffusion-pipe": {"a.mp4": "", "b.mp4": "", "captions.json": json.dumps({"a.mp4": [DOG], "b.mp4": [CAT]})},
+    # examples/wanvideo: --dataset_base_path and --dataset_metadata_path
+    "DiffSynth-Studio, table": {
+        "video1.mp4": "",
+        "video2.mp4": "",
+        "metadata.csv": 'video,prompt,input_image\nvideo1.mp4,"a dog, ""Rex"", runs",\n'
+        'video2.mp4,"a cat sits\nand looks",\n',
+    },
+    "DiffSynth-Studio, list": {
+        "train/a.jpg": "",
+        "train/b.mp4": "",
+        "metadata.json": json.dumps([{"image": "train/a.jpg", "prompt": DOG}, {"video": "train/b.mp4", "prompt": CAT}]),
+    },
+    "json beside": {"a.mp4": "", "b.mp4": "", "a.json": json.dumps({"caption": DOG}), "b.json": json.dumps([CAT])},
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts_of_other_trainers(layout: str, tmp_path: Path) -> None:
+    captions, found = read(folder_of(tmp_path / "v", LAYOUTS[layout]))
+    assert list(found.values()) == [['a dog, "Rex", runs'], ["a cat sits and looks"]]
+    assert (captions.missing, captions.unusable) == ({}, [])
+    assert bool(captions.moved) == (layout == "musubi-tuner, metadata")
+
+
+def test_several_captions_and_fields(tmp_path: Path) -> None:
+    rows = "file_name,caption,film\r\na.mp4,one,x\r\na.mp4,two,x\r\n"
+    files = {"v/a.mp4": "", "v/b.mp4": "", "v/b.json": '{"captions": ["three", " "], "film": "y", "score": 0.5}'}
+    root = folder_of(tmp_path, {**files, "v/metadata.csv": rows})
+    captions, found = read(root / "v")
+    assert found == {"a.mp4": ["one", "two"], "b.mp4": ["three"]}
+    assert captions.fields == {root / "v" / "a.mp4": {"film": "x"}, root / "v" / "b.mp4": {"film": "y"}}
+    # a file that --captions names is told apart from the usual one, and lies elsewhere
+    (root / "words").mkdir()
+    (root / "words" / "own.csv").write_text("media_path;prompt\nv\\a.mp4;four\n", encoding="utf-16")
+    found = read_captions(root / "v", root / "words" / "own.csv", [root / "v" / "a.mp4"])
+    assert found.of == {root / "v" / "a.mp4": ["four"]}
+    assert media_files(root / "v", root / "words" / "own.csv").unread == {".csv": ["metadata.csv"]}
+
+
+def test_a_trigger_leads_every_caption_once(tmp_path: Path) -> None:
+    root = folder_of(tmp_path, {"a.mp4": "", "a.txt": "a dog\n\nsks, a cat\n\nsksa\n\nsks"})
+    captions, found = read(root, trigger="sks")
+    assert found == {"a.mp4": ["sks a dog", "sks, a cat", "sks sksa", "sks"]}
+    assert captions.fields == {root / "a.mp4": {"trigger": "sks"}}
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({"videos.txt": "a.mp4\nb.mp4", "prompts.txt": "one"}, r"videos\.txt has 2 names, prompts\.txt 1 captions"),
+        ({"metadata.csv": "file_name,caption\ngone/c.mp4,x\n"}, r"metadata\.csv names a missing video: .*gone/c\.mp4"),
+        ({"metadata.csv": "file_name,caption\nx/a.mp4,x\ny/a.mp4,y\n"}, r"has x/a\.mp4 and y/a\.mp4, either of"),
+        ({"metadata.csv": "file_name,caption\nx/a.mp4,x\na.mp4,y\n"}, r"has x/a\.mp4 and a\.mp4, either of"),
+        ({"metadata.jsonl": '{"file_name": "a.mp4", "tags": "x"}'}, r"line 1: captions of a\.mp4 must be one string"),
+        ({"metadata.jsonl": '{"file_name": "", "caption": "x"}'}, "line 1: expected"),
+        ({"a.json": '{"title": "x"}'}, r"captions in .*a\.json must be one string or a list of strings"),
+        ({"prompts.txt": "one"}, r"video .*a\.mp4 has no caption: expected one in .*a\.txt"),
+    ],
+)
+def test_what_cannot_be_used_is_one_line(files: dict[str, str], message: str, tmp_path: Path) -> None:
+    root = folder_of(tmp_path / "v", {"a.mp4": "", **files})
+    try:
+        captions = read_captions(root, None, [root / "a.mp4"])
+        problems = [*captions.missing.values(), *(reason for _, reason in captions.unusable)]
+    except ValueError as error:
+        problems = [str(error)]
+    assert re.search(message, problems[-1]), problems
+    assert "\n" not in problems[-1]
