@@ -101,7 +101,7 @@ def test_numbers_out_of_range_are_a_usage_error_that_names_the_option(command_li
 
 def test_a_wrong_run_is_one_line_and_status_1(command_line, tmp_path: Path):
     status, _, err = command_line("sample", str(tmp_path / "nowhere"), "--prompt", "x")
-    assert (status, err) == (1, f"error: no such checkpoint or run folder: {tmp_path / 'nowhere'}\n")
+    assert (status, err) == (1, f"error: no such folder: {tmp_path / 'nowhere'}\n")
 
 
 @pytest.mark.parametrize(

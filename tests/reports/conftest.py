@@ -1,3 +1,3 @@
 """Fixtures of tiny runs."""
 
-from tests.tiny_runs import command_line, one_thread, tiny_overrides  # noqa: F401
+from tests.tiny_runs import command_line, one_thread, tiny_overrides, training  # noqa: F401

@@ -80,14 +80,19 @@ def latents_of(run: SamplingPipeline, **options: Any) -> torch.Tensor:
 def test_a_run_converted_there_and_back_gives_the_same_clips(kind, make_run, tmp_path):
     run = load_run(make_run(**RUNS[kind]), device="cpu")
     back = load_run(there_and_back(tmp_path / "run", tmp_path, "wan" if kind == "dense" else "diffusers"), device="cpu")
+    export = load_run(tmp_path / "export", device="cpu")
     own = {"checkpoint", "step", "weights"}
-    actual, expected = (settings_dict(r.settings(), r) for r in (back, run))
-    assert {k: v for k, v in actual.items() if k not in own} == {k: v for k, v in expected.items() if k not in own}
+    actual, direct, expected = (
+        {key: value for key, value in settings_dict(r.settings(), r).items() if key not in own}
+        for r in (back, export, run)
+    )
+    assert actual == direct == expected
     assert torch.equal(back.latent_mean, run.latent_mean)
     assert torch.equal(back.latent_std, run.latent_std)
     assert back.text_padding == run.text_padding == "zeros"
     clips = latents_of(run)
     assert (latents_of(back) - clips).abs().max() < 1e-5
+    assert torch.equal(latents_of(export), latents_of(back))
     # controls: other noise levels, other tiles
     if run.step_list is None:
         assert (latents_of(back, flow_shift=2.0) - clips).abs().max() > 1e-2

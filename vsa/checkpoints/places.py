@@ -12,7 +12,7 @@ MANIFEST = "run.json"
 STARTED_IN = "started_in"
 """Key of the manifest: working directory of the last start, relative to the run folder, so that both may be moved."""
 
-_PATHS = ("root", "videos", "drop", "urls", "val_urls", "source", "tuned", "init_from", "teacher")
+PATHS = ("root", "videos", "drop", "urls", "val_urls", "source", "tuned", "init_from", "teacher")
 
 
 def placed(config: Mapping[str, Any], run: Path) -> Mapping[str, Any]:
@@ -28,5 +28,5 @@ def placed(config: Mapping[str, Any], run: Path) -> Mapping[str, Any]:
 def _below(node: Any, base: Path, key: str = "") -> Any:
     if isinstance(node, Mapping):
         return {name: _below(value, base, str(name)) for name, value in node.items()}
-    is_path = key in _PATHS and isinstance(node, str) and (base / node).exists()
+    is_path = key in PATHS and isinstance(node, str) and (base / node).exists()
     return str(base / node) if is_path else node

@@ -40,7 +40,18 @@ ROWS = "vsa.rows"
 
 _FLOATS = ("F64", "F32", "F16", "BF16")
 
-_HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*$")
+HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*$")
+"""Name of a repository on the Hugging Face hub, OWNER/NAME; a local folder of this name takes precedence."""
+
+
+def local_folder(source: str | Path, subfolder: str = "transformer") -> Path:
+    """The folder itself, or that of the downloaded weights of a Hugging Face id; ValueError if there is neither."""
+    folder = Path(source)
+    if folder.exists():
+        return folder
+    if not HUB_ID.match(str(source)):
+        raise ValueError(f"no such folder: {source}")
+    return _download(str(source), subfolder)
 
 
 def pretrained_folder(source: str | Path, subfolder: str = "transformer") -> Path:
@@ -53,11 +64,7 @@ def pretrained_folder(source: str | Path, subfolder: str = "transformer") -> Pat
     Raises:
         ValueError: the source does not exist, or contains no transformer.
     """
-    folder = Path(source)
-    if not folder.exists():
-        if not _HUB_ID.match(str(source)):
-            raise ValueError(f"no such folder: {source}")
-        folder = _download(str(source), subfolder)
+    folder = local_folder(source, subfolder)
     for candidate in (folder / subfolder, folder):
         if (candidate / "config.json").is_file():
             return candidate
@@ -74,8 +81,8 @@ def _download(hub_id: str, subfolder: str) -> Path:
         from huggingface_hub import snapshot_download
     except ImportError:
         raise ValueError(f"{hub_id} is not a folder, and a Hugging Face id needs the package huggingface_hub") from None
-    # a transformer in a pipeline or at the top, and the config of its VAE; `*` also matches slashes
-    patterns = [f"{subfolder}/*", "model_index.json", "vae/config.json"]
+    # a transformer in a pipeline or at the top, the config of its VAE, or a run; `*` also matches slashes
+    patterns = [f"{subfolder}/*", "model_index.json", "vae/config.json", "checkpoints/*", "run.json"]
     patterns += ["config.json", f"{WEIGHTS}*", SPARSE_CONFIG, "golden.safetensors", "sampling.json"]
     try:
         return Path(snapshot_download(hub_id, allow_patterns=patterns))

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from vsa.attention.kept_tiles import KeptTiles
-from vsa.attention.sparsity import SparsitySchedule
+from vsa.attention.sparsity import ConstantSparsity, SparsitySchedule
 from vsa.attention.video_sparse import Backend
 from vsa.checkpoints.exported_sparsity import ExportedSparsity
 from vsa.checkpoints.lora import LoRA, merged_tensor, plain_names
@@ -38,7 +38,7 @@ from vsa.checkpoints.wan import (
 )
 from vsa.checkpoints.wan_config import transformer_config, video_dit_arguments
 from vsa.checkpoints.wan_names import config_of_wan, is_gate, is_unused, wan_to_diffusers
-from vsa.checkpoints.weight_files import WeightFiles, pretrained_folder, read_json, some
+from vsa.checkpoints.weight_files import WeightFiles, local_folder, pretrained_folder, read_json, some
 from vsa.checkpoints.weights import WeightSource
 from vsa.data.codecs import WanVAE
 from vsa.data.pretrained import weights_digest
@@ -178,6 +178,8 @@ class PretrainedWeights(WeightSource):
         folder: folder of the transformer, downloaded if necessary.
     """
 
+    group: Group = "model"
+
     def __init__(self, source: str, folder: Path):
         files = WeightFiles(folder)
         state = read_sampling_part(folder) or {}
@@ -203,6 +205,11 @@ class PretrainedWeights(WeightSource):
     @property
     def sparse(self) -> SparseAttentionConfig | None:
         return self._sparse
+
+    @property
+    def schedule(self) -> SparsitySchedule:
+        """The exported top-k at every step."""
+        return ConstantSparsity(sparsity=0.0) if self.sparse is None else ExportedSparsity(self.sparse)
 
     @property
     def _described(self) -> SparseAttentionConfig | None:
@@ -291,11 +298,12 @@ def open_weights(spec: str | Path, group: Group | None = None) -> WeightSource:
     Raises:
         ValueError: there are no weights, or a group is requested from a source that is not a run.
     """
-    if is_run(spec):
-        return RunWeights(resolve_checkpoint(spec), group)
+    folder = local_folder(spec)
+    if is_run(folder):
+        return RunWeights(resolve_checkpoint(folder), group)
     if group is not None:
         raise ValueError(f"--weights {group} applies to training runs only; {spec} is not a run folder")
-    folder = pretrained_folder(spec)
+    folder = pretrained_folder(folder)
     refuse_experts(spec, folder)
     is_wan = read_json(folder / "config.json").get("_class_name") == "WanModel"
     return (WanWeights if is_wan else PretrainedWeights)(str(spec), folder)

@@ -33,6 +33,7 @@ COMMANDS = {
     "compare-attention": "vsa.cli.compare_attention:compare_attention",
     "tune-sparge": "vsa.cli.tune_sparge:tune_sparge",
     "convert": "vsa.cli.convert:convert",
+    "push": "vsa.cli.push:push",
     "merge": "vsa.cli.merge:merge",
     "verify-export": "vsa.cli.verify_export:verify_export",
     "report": "vsa.cli.report:report",

@@ -15,7 +15,7 @@ RUN, PIPELINE = "With a run", "With a pipeline"
 
 
 def sample(
-    run: Annotated[str | None, typer.Argument(help="run folder (newest checkpoint) or checkpoint folder")] = None,
+    run: Annotated[str | None, typer.Argument(help="run, checkpoint, export or pushed model (folder, hub id)")] = None,
     prompt: opt.Prompts = None,
     prompts: opt.PromptFile = None,
     out: Annotated[Path | None, option("new output folder (RUN/samples, or samples-2, ...; pipeline: samples)")] = None,

@@ -40,8 +40,8 @@ def all_prompts(prompts: Sequence[str], file: Path | None) -> list[str]:
 
 
 def samples_folder(run: str | Path, name: str = "samples") -> Path:
-    """The folder `samples` of a run, or another one, given the run folder or one of its checkpoints."""
-    path = Path(run)
+    """The folder `samples` of a run, or another one, given the run folder, one of its checkpoints or a hub id."""
+    path = Path(run) if Path(run).exists() else Path()
     return own_folder((path.parent.parent if path.parent.name == "checkpoints" else path) / name)
 
 

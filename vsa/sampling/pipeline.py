@@ -21,10 +21,10 @@ from torch import Tensor
 from vsa.attention.denoising import Denoising, DenoisingPlan, progress_of
 from vsa.attention.kept_tiles import Budget
 from vsa.attention.sparsity import SparsityPoint, SparsitySchedule
-from vsa.checkpoints.run_checkpoint import resolve_checkpoint
-from vsa.checkpoints.sampling_settings import sampling_of
+from vsa.checkpoints.sampling_settings import sampling_of, sampling_of_export
 from vsa.checkpoints.wan import gate_names
-from vsa.checkpoints.weight_source import RunWeights
+from vsa.checkpoints.weight_source import PretrainedWeights, RunWeights, open_weights
+from vsa.checkpoints.weights import WeightSource
 from vsa.config import build, check_targets
 from vsa.data.batch import TextPadding, pad_text
 from vsa.data.codecs import Codec
@@ -168,14 +168,15 @@ class SamplingPipeline:
 def load_run(
     path: str | Path, *, weights: Literal["ema", "model"] | None = None, device: torch.device | str | None = None
 ) -> SamplingPipeline:
-    """Load the model of a run for sampling.
+    """Load the model of a run, or of an export that has `sampling.json`, for sampling.
 
     Args:
-        path: a run folder (its newest valid checkpoint) or a checkpoint folder.
+        path: a run folder (its newest valid checkpoint), a checkpoint folder, an export or the hub id of either.
         weights: "ema" for the averaged weights, "model" for the trained ones; None: averaged ones if there are any.
         device: device of the model; None: a GPU if there is one.
     """
-    source = RunWeights(resolve_checkpoint(path), weights)
+    source = open_weights(path, weights)
+    assert isinstance(source, RunWeights | PretrainedWeights)
     state, config = source.state, source.run_config
     check_targets(config)
     if "data" not in config:
@@ -184,7 +185,8 @@ def load_run(
             "--like RUN, a run that was trained on such latents and captions (`vsa convert`), or sample its "
             "export through a pipeline (`vsa sample --pipeline PIPELINE --transformer EXPORT`)"
         )
-    source.require_config("model", "attention", "task", *([] if "sparse_attention" in state else ["sparsity"]))
+    if isinstance(source, RunWeights):
+        source.require_config("model", "attention", "task", *([] if "sparse_attention" in state else ["sparsity"]))
     codec, text_encoder = _matching("codec", source), _matching("text_encoder", source)
     schedule = source.schedule
     # the initialisation, which is overwritten, must not change the caller's random state
@@ -193,6 +195,7 @@ def load_run(
     source.load(model, "required" if gate_names(model) else "absent")
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
+    exported = source.sparse if isinstance(source, PretrainedWeights) else None
     return SamplingPipeline(
         model=model.to(device).eval().requires_grad_(False),
         codec=codec,
@@ -202,17 +205,17 @@ def load_run(
         sparsity=schedule,
         flow_shift=build(config["task"]["objective"]["shift"]),
         latent_shapes=tuple(tuple(shape) for shape in state["latent_shapes"]),
-        step=source.checkpoint.step,
+        step=state.get("step", 0),
         source=source.source,
         weights=source.group,
         text_padding=config["data"].get("text_padding", "mask"),
-        sampling=sampling_of(config),
+        sampling={**sampling_of(config), **({} if exported is None else sampling_of_export(exported))},
         fps=((config.get("callbacks") or {}).get("samples") or {}).get("fps") or state.get("fps", USUAL_FPS),
         step_list=source.step_list,
     )
 
 
-def _matching(key: str, source: RunWeights) -> Any:
+def _matching(key: str, source: WeightSource) -> Any:
     """The codec or text encoder of a config, checked against the one that encoded the training data."""
     node, expected = source.run_config["data"].get(key), source.state[key]
     if node is None:

@@ -1,0 +1,267 @@
+"""`vsa push`: what is published, that sampling and training take it back, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from tests.commands import run_command
+from tests.reports.fake_runs import write_run as write_fake_run
+from tests.tiny_runs import make_config, vsa_command
+from tests.tiny_runs import write_run as write_tiny_run
+from vsa.cli.push import push as push_command
+from vsa.data.codecs import HaarCodec
+from vsa.data.shard_writer import ShardWriter
+from vsa.data.text import HashedNgramEncoder
+from vsa.sampling.pipeline import clip_seeds, load_run, sample_latents
+
+pytestmark = pytest.mark.filterwarnings("ignore:tiles .* full:UserWarning")
+
+PROMPTS = ("a red | circle", "a *blue* <square>")
+
+
+def push(*words: object) -> None:
+    run_command(push_command, *words)
+
+
+def latents_of(path: str | Path) -> torch.Tensor:
+    run = load_run(path, device="cpu")
+    settings = run.settings()
+    assert (settings.steps, settings.guidance, run.fps) == (3, 2.0, 8.0)
+    return sample_latents(run.model, run.text_encoder, PROMPTS, clip_seeds(4, PROMPTS), settings)
+
+
+def make_run(folder: Path, *, absolute: bool = False, data: Any = (), **keys: Any) -> Path:
+    """A run with curves, clips and random weights; with absolute positions its model has no export."""
+    config = {**make_config(), "callbacks": {"samples": {"steps": 3, "guidance": 2.0}}, **keys}
+    config["model"]["absolute_positions"] = absolute
+    config["data"] |= dict(data)
+    write_fake_run(folder, prompts=PROMPTS)
+    return write_tiny_run(folder, config=config)
+
+
+def read_card(folder: Path) -> tuple[dict[str, Any], str]:
+    _, front, body = (folder / "README.md").read_text().split("---\n", 2)
+    return yaml.safe_load(front), body
+
+
+@pytest.mark.parametrize("absolute", [False, True])
+def test_a_pushed_run_is_sampled_and_described(absolute, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_this_is_secret")
+    run = make_run(tmp_path / "run", absolute=absolute, init_from="Wan-AI/Wan2.1", task=make_config()["task"])
+    push(run, tmp_path / "repo", "--license", "apache-2.0")
+    assert capsys.readouterr().out.startswith(f"{run}/checkpoints/step-00000007 (ema weights) in {tmp_path}/repo, with")
+    names = {path.name for path in (tmp_path / "repo").iterdir()}
+    assert names == {"README.md", "card"} | (
+        {"checkpoints", "run.json"}
+        if absolute
+        else {
+            "config.json",
+            "diffusion_pytorch_model.safetensors",
+            "sampling.json",
+            "sparse_attention.json",
+            "golden.safetensors",
+        }
+    )
+    front, body = read_card(tmp_path / "repo")
+    assert front == {
+        "license": "apache-2.0",
+        "library_name": "vsa-train",
+        "pipeline_tag": "text-to-video",
+        "tags": ["video-diffusion", "sparse-attention", "VideoSparseAttention"],
+        "base_model": ["Wan-AI/Wan2.1"],
+    }
+    for line in (
+        "| a red \\| circle | ![](card/clip-0.gif) |",
+        "| a \\*blue\\* &lt;square&gt; | ![](card/clip-1.gif) |",
+        "| validation loss | 1 at first, 0.5 at the end |",
+        "| tiles that are computed | 25.0% at the end |",
+        "| steps | 7 |",
+        "![loss by step](card/loss.png)",
+        'vsa sample repo --prompt "a caption',
+    ):
+        assert line in body
+    for path in (tmp_path / "repo").rglob("*"):
+        content = path.read_bytes() if path.is_file() else b""
+        assert str(tmp_path).encode() not in content, path
+        assert b"hf_this_is_secret" not in content, path
+    difference = (latents_of(tmp_path / "repo") - latents_of(run)).abs().max()
+    assert difference < 1e-5
+    # control: the trained weights are others than the averaged ones
+    push(run, tmp_path / "model", "--weights", "model")
+    assert capsys.readouterr().out.startswith("no --license was given: the model card says unknown\n")
+    trained = next((tmp_path / "model").rglob("*model.safetensors")).read_bytes()
+    assert trained != next((tmp_path / "repo").rglob("*model.safetensors")).read_bytes()
+
+
+def test_the_data_are_counted_and_stay(tmp_path):
+    with ShardWriter(tmp_path / "shards", codec=HaarCodec(), text_encoder=HashedNgramEncoder()) as writer:
+        for i in range(5):
+            info = {"source": f"film{i // 2}.mp4", "clip_size": [16, 64, 64], "fps": 4.0}
+            writer.add(f"clip{i}", torch.randn(16, 4, 8, 8 + 2 * (i == 4)), ["a private caption"], info)
+    run = make_run(tmp_path / "run", data={"root": str(tmp_path / "shards"), "val_fraction": 0.25})
+    push(run, tmp_path / "repo")
+    text = (tmp_path / "repo" / "README.md").read_text()
+    for line in (
+        "| clips | 5 |",
+        "| films | 3 |",
+        "| length | about 20 s |",
+        "| frames x height x width | 16 x 64 x 64 (4), 16 x 64 x 80 (1) |",
+        "| held out | 25% |",
+        "| codec | haar-4x8x8-c16 |",
+    ):
+        assert line in text
+    assert "private" not in text
+    shutil.rmtree(tmp_path / "shards")
+    push(run, tmp_path / "again")
+    assert "not counted: the data set" in (tmp_path / "again" / "README.md").read_text()
+
+
+class Hub:
+    """Repositories in a folder, with the calls of `HfApi` that are used."""
+
+    def __init__(self, folder: Path):
+        self.folder, self.calls, self.fails = folder, [], False
+
+    def create_repo(self, repo: str, *, private: bool | None, exist_ok: bool) -> None:
+        self.calls.append(("create", repo, private))
+        (self.folder / repo).mkdir(parents=True, exist_ok=exist_ok)
+
+    def list_repo_files(self, repo: str) -> list[str]:
+        root = self.folder / repo
+        return [str(path.relative_to(root)) for path in root.rglob("*") if path.is_file()]
+
+    def create_commit(self, repo: str, operations: list[Any], *, commit_message: str) -> Any:
+        if self.fails:
+            raise OSError("413 Too Large\n\nRequest ID: 1, sent by hf_this_is_secret")
+        self.calls.append(("commit", repo, len(operations)))
+        for operation in operations:
+            path = self.folder / repo / operation.path_in_repo
+            if hasattr(operation, "path_or_fileobj"):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(operation.path_or_fileobj, path)
+            else:
+                path.unlink()
+        return SimpleNamespace(commit_url=f"https://hub/{repo}/commit/1")
+
+    def snapshot_download(self, repo: str, allow_patterns: list[str]) -> str:
+        """A cache as the hub's client makes it: links to files with other names."""
+        from huggingface_hub.utils import filter_repo_objects
+
+        cache = self.folder.parent / "cache" / repo.replace("/", "--")
+        shutil.rmtree(cache, ignore_errors=True)
+        for i, name in enumerate(filter_repo_objects(self.list_repo_files(repo), allow_patterns=allow_patterns)):
+            link = cache / "snapshots" / "abc" / name
+            link.parent.mkdir(parents=True, exist_ok=True)
+            (cache / "blobs").mkdir(exist_ok=True)
+            shutil.copyfile(self.folder / repo / name, cache / "blobs" / str(i))
+            link.symlink_to(os.path.relpath(cache / "blobs" / str(i), link.parent))
+        return str(cache / "snapshots" / "abc")
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """A hub in a folder; the working folder is an empty one."""
+    hub = Hub(tmp_path / "hub")
+    monkeypatch.setattr("huggingface_hub.HfApi", lambda: hub)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", hub.snapshot_download)
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    return hub
+
+
+def test_a_hub_gets_one_commit_and_gives_the_model_back(hub, tmp_path, capsys, command_line, monkeypatch):
+    run = make_run(tmp_path / "run", absolute=True)
+    push(run, "me/first", "--private", "--dry-run")
+    assert hub.calls == []
+    assert "  card/clip-1.gif\n" in (text := capsys.readouterr().out)
+    assert 'vsa sample me/first --prompt "' in text
+    push(run, "me/first", "--private")
+    assert [call[0] for call in hub.calls] == ["create", "commit"]
+    assert hub.calls[0] == ("create", "me/first", True)
+    assert capsys.readouterr().out.endswith("published: https://hub/me/first/commit/1\n")
+    assert torch.equal(latents_of("me/first"), latents_of(run))
+    vsa_command("sample", "me/first", "--prompt", "x", "--device", "cpu", "--steps", "1")
+    assert (tmp_path / "here" / "samples" / "000-x.gif").is_file()
+    # another model in its place: what the first push wrote is gone, other files stay
+    (hub.folder / "me/first/LICENSE").write_text("mine")
+    push(make_run(tmp_path / "other"), "me/first")
+    files = hub.list_repo_files("me/first")
+    assert {"LICENSE", "config.json", "sparse_attention.json"} < set(files)
+    assert not any(name.startswith(("checkpoints", "run.json")) for name in files)
+    assert latents_of("me/first").shape == (2, 16, 4, 8, 8)
+    # an upload that fails publishes nothing, and tells no token
+    before, hub.fails = sorted(files), True
+    monkeypatch.setenv("HF_TOKEN", "hf_this_is_secret")
+    status, _, err = command_line("push", str(run), "me/first", "--license", "mit")
+    reason = "OSError 413 Too Large Request ID: 1, sent by <secret>"
+    assert (status, err) == (1, f"error: cannot push to me/first, nothing was published: {reason}\n")
+    assert sorted(hub.list_repo_files("me/first")) == before
+
+
+def test_training_starts_from_both_layouts(training, tmp_path):
+    for name, absolute in (("export", "false"), ("run", "true")):
+        same = ("trainer.max_steps=1", f"model.absolute_positions={absolute}")
+        training(*same, f"run={name}")
+        push(training.folder(name), tmp_path / name)
+        assert (tmp_path / name / "checkpoints").exists() == (name == "run")
+        for spec, run in ((training.folder(name), f"{name}-own"), (tmp_path / name, f"{name}-pushed")):
+            training(*same, "seed=3", f"run={run}", f"init_from={spec}")
+        assert training.losses(f"{name}-own") == training.losses(f"{name}-pushed")
+    assert training.losses("export-own") != training.losses("run-own")
+
+
+LOCAL = {"_target_": "vsa.data.codecs.WanVAE", "source": "/models/wan"}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("{tmp}/run", "{tmp}/full"), "{tmp}/full already exists"),
+        (("{tmp}/run", "{tmp}/run/run.json"), "{tmp}/run/run.json already exists"),
+        (("{tmp}/full", "{tmp}/out"), "{tmp}/full is not a run: expected a run folder with checkpoints"),
+        (("{tmp}/nowhere", "{tmp}/out"), "{tmp}/nowhere is not a run: expected a run folder with checkpoints"),
+        (("{tmp}/begun", "{tmp}/out"), "no valid checkpoint in {tmp}/begun/checkpoints"),
+        (("{tmp}/run", "{tmp}/out", "--license", "My Own"), "--license My Own: expected an identifier of the hub"),
+        (("{tmp}/run", "{tmp}/out", "--private"), "--private applies to repositories of the hub (OWNER/NAME), got"),
+        (("{tmp}/local", "me/first"), "data.codec.source=/models/wan is a folder of this machine: name the hub id"),
+        (("{tmp}/run", "me/first"), "me/first is on the hub: pip install 'vsa-train[hub]', or name a folder"),
+    ],
+)
+def test_what_is_refused_is_one_line_and_writes_nothing(words, message, tmp_path, monkeypatch, command_line):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    make_run(tmp_path / "run")
+    make_run(tmp_path / "local", data={"codec": LOCAL})
+    (tmp_path / "begun" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "note.txt").write_text("mine")
+    before = sorted(tmp_path.rglob("*"))
+    status, out, err = command_line("push", *(word.format(tmp=tmp_path) for word in words))
+    assert (status, out, err.count("\n")) == (1, "", 1)
+    assert err.startswith(f"error: {message.format(tmp=tmp_path)}")
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_folder_of_this_machine_is_replaced_by_a_hub_id(tmp_path):
+    run = make_run(tmp_path / "run", data={"codec": LOCAL, "text_encoder": {"source": "me/umt5"}})
+    push(run, tmp_path / "repo", "--pretrained", "me/wan")
+    data = json.loads((tmp_path / "repo" / "sampling.json").read_text())["config"]["data"]
+    assert (data["codec"]["source"], data["text_encoder"]["source"]) == ("me/wan", "me/umt5")
+
+
+def test_a_path_below_a_folder_that_exists_is_never_a_hub_id(hub, tmp_path):
+    run = make_run(tmp_path / "run")
+    Path("outputs").mkdir()
+    push(run, "outputs/model")
+    assert hub.calls == []
+    assert Path("outputs/model/README.md").is_file()
