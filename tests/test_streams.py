@@ -95,8 +95,8 @@ class Finder:
 sys.meta_path.insert(0, Finder())
 words = dict(zip(COMMANDS, [""] * len(COMMANDS)))
 words |= dict(sweep="topk", replay="x", encode="x y", latents="x y z", sample="x", evaluate="x", inspect="x y",
-              convert="x y", merge="x y --sparse x --few-step x", report="x", toy="x", simulate="4 4 4 --window 2 2 2",
-              tiles="4 4 4", config="model")
+              convert="x y", push="x y", merge="x y --sparse x --few-step x", report="x", toy="x", tiles="4 4 4",
+              simulate="4 4 4 --window 2 2 2", config="model")
 words |= {"verify-export": "x", "check-data": "x"}
 for name, text in words.items():
     print(name, file=sys.stderr)

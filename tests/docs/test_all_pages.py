@@ -23,6 +23,9 @@ LEFT_OUT = {
     "outputs/dense/run",
     # https://HOST
     "data=stream",
+    # a repository of the hub
+    "OWNER/my-model",
+    "init_from=OWNER/my-model",
     # drawn clips with photographs of a package, tests/training/test_world.py
     "experiment=world",
 }

@@ -268,7 +268,7 @@ def without(config: dict, key: str) -> dict:
 
 
 def test_load_run_refuses_what_cannot_work(tmp_path: Path, tiny_run_dir: Path, tiny_config, write_tiny_run):
-    with pytest.raises(ValueError, match=r"no such checkpoint or run folder: .*nowhere"):
+    with pytest.raises(ValueError, match=r"no such folder: .*nowhere"):
         load_run(tmp_path / "nowhere")
     with pytest.raises(ValueError, match="weights must be ema or model, got 'best'"):
         load_run(tiny_run_dir, weights="best")  # type: ignore[arg-type]
