@@ -26,6 +26,6 @@ for command in $("$VIRTUAL_ENV/bin/python" -c 'from vsa.cli import COMMANDS; pri
     vsa "$command" --help >/dev/null
 done
 vsa toy data/toy/videos --count 32
-vsa encode data/toy/videos data/toy/shards
+vsa encode data/toy/videos data/toy/shards --text ngrams
 vsa train experiment=quickstart data=folder data.root=data/toy/shards trainer.max_steps=3
 vsa report outputs/quickstart/default

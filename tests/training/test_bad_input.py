@@ -241,7 +241,7 @@ def untouched(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("untouched")
     write_toy_videos(ToyClips(count=6, size=(8, 64, 64)), folder / "clips")
     with pytest.raises(SystemExit) as end:
-        main(["encode", str(folder / "clips"), str(folder / "shards")])
+        main(["encode", str(folder / "clips"), str(folder / "shards"), "--text", "ngrams"])
     assert not end.value.code
     return folder
 
@@ -252,7 +252,7 @@ def clips(untouched, tmp_path):
 
 
 def encode(command_line, clips, out, *arguments):
-    return command_line("encode", str(clips), str(out), *arguments)
+    return command_line("encode", str(clips), str(out), "--text", "ngrams", *arguments)
 
 
 def test_a_video_that_does_not_decode(command_line, clips, tmp_path):

@@ -55,6 +55,6 @@ def test_all_that_does_not_fit_is_told_at_once(training, weights, tmp_path):  # 
         assert words in str(refused.value), refused.value
     assert not training.folder().exists()
     # data that were encoded otherwise
-    vsa_command("encode", tmp_path / "v", tmp_path / "s", "--overwrite")
+    vsa_command("encode", tmp_path / "v", tmp_path / "s", "--overwrite", "--text", "ngrams")
     with pytest.raises(ValueError, match=r"text_dim=48, but .*shards were encoded with text encoder hashed-ngrams-64"):
         training(*FINETUNE, *stored, *wrong, "sparsity.sparsity=null", f"init_from={weights}")

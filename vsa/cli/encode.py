@@ -33,15 +33,23 @@ def encode(
     ] = "",
     model: Annotated[str | None, option("Wan pipeline for VAE and text encoder (folder, hub id)", panel=BY)] = None,
     vae: Annotated[str | None, option("Wan pipeline or VAE folder for the VAE only", panel=BY)] = None,
-    text: Annotated[str | None, option("Wan pipeline for the text encoder only", panel=BY)] = None,
+    text: Annotated[
+        str | None,
+        option("text encoder: sentence, ngrams, or that of a Wan pipeline (sentence with the extra text)", panel=BY),
+    ] = None,
     vae_dtype: Annotated[Precision, option("compute dtype of the VAE", panel=BY)] = "float32",
     text_dtype: Annotated[Precision, option("compute dtype of the text encoder", panel=BY)] = "bfloat16",
     channels: Annotated[
         int, option("channels of the Haar codec; 24, 48 or 192 keep more detail", panel=BY, whole=(1, MANY))
     ] = 16,
-    text_dim: Annotated[int, option("token width of the n-gram encoder", panel=BY, whole=(1, 65_536))] = 64,
+    text_dim: Annotated[
+        int | None, option("token width of the n-gram encoder (64)", panel=BY, whole=(1, 65_536))
+    ] = None,
     max_tokens: Annotated[
-        int | None, option("maximum number of tokens of a caption (16; Wan: 512)", panel=BY, whole=(1, 65_536))
+        int | None,
+        option(
+            "maximum number of tokens of a caption (n-grams 16, sentence 128, Wan 512)", panel=BY, whole=(1, 65_536)
+        ),
     ] = None,
     device: Annotated[str, option("device of the encoders", panel=BY)] = "cpu",
     image_condition: Annotated[

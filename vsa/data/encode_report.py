@@ -26,6 +26,8 @@ def encode_and_tell(videos: Path, out: Path, encoders: EncoderChoice, options: E
     shared = options.output.world_size > 1
     options = replace(options, device=usable_device(options.device, rank=options.output.rank))
     codec, text_encoder = encoders.build(options.device)
+    if options.output.rank == 0:
+        print(encoders.describe_text(text_encoder))
     try:
         report = encode_folder(videos, out, options, codec=codec, text_encoder=text_encoder)
     except UnusableFiles as error:

@@ -10,10 +10,15 @@ from typing import Literal
 from vsa.attention.tiling import count_tiles
 from vsa.data.clip_rules import PATCH
 from vsa.data.codecs import Codec, HaarCodec, WanVAE
-from vsa.data.text import HashedNgramEncoder, TextEncoder, UMT5Encoder
+from vsa.data.text import HashedNgramEncoder, SentenceEncoder, TextEncoder, UMT5Encoder, sentence_folder
 from vsa.settings import key_value
 
 Dtype = Literal["float32", "bfloat16", "float16"]
+
+SENTENCE_SETTINGS = ["data.text_encoder._target_=vsa.data.text.SentenceEncoder", "model.text_dim=384"]
+"""Settings of a training on captions of the sentence encoder."""
+# tokens of a caption at most, by text encoder
+_TOKENS = {"ngrams": 16, "sentence": 128, "wan": 512}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,12 +28,13 @@ class EncoderChoice:
     Args:
         model: Wan pipeline folder or hub id for both; None: the embedded ones.
         vae: Wan pipeline folder, VAE folder or hub id for the VAE only.
-        text: Wan pipeline folder or hub id for the text encoder only.
+        text: "sentence" or "ngrams", or a Wan pipeline folder or hub id for the text encoder only; None: that of
+            `model`, else with the embedded codec "sentence" if it is installed and `text_dim` is None, else "ngrams".
         vae_dtype: compute dtype of the VAE.
         text_dtype: compute dtype of the text encoder.
         channels: channels of the Haar codec.
-        text_dim: token width of the n-gram encoder.
-        max_tokens: maximum number of tokens of a caption; None: 16, for Wan 512.
+        text_dim: token width of the n-gram encoder; None: 64.
+        max_tokens: maximum number of tokens of a caption; None: 16 for n-grams, 128 for sentences, 512 for Wan.
     """
 
     model: str | None = None
@@ -37,16 +43,40 @@ class EncoderChoice:
     vae_dtype: Dtype = "float32"
     text_dtype: Dtype = "bfloat16"
     channels: int = 16
-    text_dim: int = 64
+    text_dim: int | None = None
     max_tokens: int | None = None
 
     def build(self, device: str) -> tuple[Codec, TextEncoder]:
         """The codec and the text encoder, the latter on its device."""
-        vae, text = self.vae or self.model, self.text or self.model
+        vae = self.vae or self.model
         codec = WanVAE(vae, dtype=self.vae_dtype) if vae else HaarCodec(self.channels)
-        if text:
-            return codec, UMT5Encoder(text, max_tokens=self.max_tokens or 512, dtype=self.text_dtype, device=device)
-        return codec, HashedNgramEncoder(self.text_dim, self.max_tokens or 16)
+        return codec, self._text_encoder(device)
+
+    def _text_encoder(self, device: str) -> TextEncoder:
+        text = self._text
+        if text == "sentence" and self.text_dim is not None:
+            raise ValueError(f"--text-dim={self.text_dim} is the width of --text ngrams, got --text sentence")
+        if text == "ngrams":
+            return HashedNgramEncoder(self.text_dim or 64, self.max_tokens or _TOKENS[text])
+        if text == "sentence":
+            return SentenceEncoder(max_tokens=self.max_tokens or _TOKENS[text], device=device)
+        return UMT5Encoder(text, max_tokens=self.max_tokens or _TOKENS["wan"], dtype=self.text_dtype, device=device)
+
+    @property
+    def _text(self) -> str:
+        """The text encoder by name: sentence, ngrams, or the source of Wan's."""
+        usual = "ngrams" if self.vae or self.text_dim or sentence_folder() is None else "sentence"
+        return self.text or self.model or usual
+
+    def describe_text(self, encoder: TextEncoder) -> str:
+        """One line about the text encoder that was chosen."""
+        line = f"text encoder: {encoder.id}, {encoder.dim} numbers a token, at most {encoder.max_tokens} tokens"
+        if isinstance(encoder, SentenceEncoder):
+            return f"{line}; trained on sentences (hashed n-grams: --text ngrams)"
+        if isinstance(encoder, UMT5Encoder):
+            return line
+        trained = "pip install 'vsa-train[text]'" if sentence_folder() is None else "--text sentence"
+        return f"{line}; equal words are equal, meanings are not known (a trained one: {trained})"
 
     def training_settings(self, root: str, videos: str, shapes: Collection[Sequence[int]]) -> list[str]:
         """Settings of a training on a data set, with the values that differ from those of its experiment.
@@ -56,13 +86,13 @@ class EncoderChoice:
             videos: folder of the clips.
             shapes: latent shapes `(C, T, H, W)` of the samples.
         """
-        if self.vae or self.text:
+        text = self._text
+        if self.vae or (text not in _TOKENS and self.text) or (self.model and self.text):
             # no data group describes parts of two pipelines
             return []
         places = [key_value("data.root", root), key_value("data.videos", videos)]
         t, h, w = max((shape[1:] for shape in shapes), key=math.prod)
         tile, sparsity = _selection((t, h // PATCH, w // PATCH))
-        usual_tokens = 512 if self.model else 16
         if self.model:
             settings = ["experiment=finetune_wan_1_3b", "model=from_checkpoint", *places]
             settings += [key_value(key, self.model) for key in ("data.codec.source", "init_from")]
@@ -74,9 +104,10 @@ class EncoderChoice:
             settings = ["experiment=own_videos", *places, tile, *sparsity]
             keys = ("data.codec.channels", "model.in_channels", "model.out_channels") if self.channels != 16 else ()
             settings += [f"{key}={self.channels}" for key in keys]
-            keys = ("data.text_encoder.dim", "model.text_dim") if self.text_dim != 64 else ()
+            keys = ("data.text_encoder.dim", "model.text_dim") if self.text_dim not in (None, 64) else ()
             settings += [f"{key}={self.text_dim}" for key in keys]
-        if self.max_tokens not in (None, usual_tokens):
+            settings += SENTENCE_SETTINGS if text == "sentence" else []
+        if self.max_tokens not in (None, _TOKENS.get(text, _TOKENS["wan"])):
             settings.append(f"data.text_encoder.max_tokens={self.max_tokens}")
         return settings
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from vsa.data.bad_samples import read_drop_list
 from vsa.data.batch import PendingLatents
 from vsa.data.codecs import Codec
+from vsa.data.encoders import SENTENCE_SETTINGS
 from vsa.data.index import (
     INDEX_NAME,
     USUAL_FPS,
@@ -26,7 +27,7 @@ from vsa.data.index import (
 )
 from vsa.data.plan import SampleRef, Shape
 from vsa.data.shards import LatentReader
-from vsa.data.text import TextEncoder
+from vsa.data.text import SentenceEncoder, TextEncoder
 from vsa.data.toy_videos import ToyClips, captions_of, clip_attributes, render_clip
 
 # number of clips for the statistics of a toy set
@@ -140,9 +141,11 @@ def refuse_other_encoders(store: SampleStore, codec: Codec, text_encoder: TextEn
         ("text encoder", TextInfo.of(text_encoder), store.text_encoder),
     ):
         if ours != theirs:
+            sentences = theirs.id.startswith(SentenceEncoder.NAME) and not ours.id.startswith(SentenceEncoder.NAME)
+            hint = f": set {' '.join(SENTENCE_SETTINGS)}" if sentences else ""
             raise ValueError(
                 f"the shards were encoded with {what} {theirs.id} ({theirs.hash}), "
-                f"the configuration has {ours.id} ({ours.hash})"
+                f"the configuration has {ours.id} ({ours.hash}){hint}"
             )
 
 

