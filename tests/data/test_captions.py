@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 import re
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
+from tests.data.encoding import encode_folder
 from vsa.data.captions import Captions, read_captions
+from vsa.data.captions_page import write_captions_page
+from vsa.data.codecs import HaarCodec
 from vsa.data.media_folder import media_files
+from vsa.data.text import HashedNgramEncoder
+from vsa.data.toy_videos import render_clip
+from vsa.data.video_files import write_video
 
 DOG, CAT = 'a dog, "Rex", runs', "a cat sits\nand looks"
 
@@ -142,3 +151,23 @@ def test_what_cannot_be_used_is_one_line(files: dict[str, str], message: str, tm
         problems = [str(error)]
     assert re.search(message, problems[-1]), problems
     assert "\n" not in problems[-1]
+
+
+def test_the_page_has_every_caption_beside_its_clip(tmp_path: Path) -> None:
+    for i, name in enumerate(("a", "b")):
+        write_video(tmp_path / "v" / f"{name}.mp4", render_clip(0, i, size=(8, 32, 160))[0])
+    (tmp_path / "v" / "a.txt").write_text("one <b>\n\ntwo two two")
+    (tmp_path / "v" / "b.txt").write_text("three")
+    encode_folder(tmp_path / "v", tmp_path / "s", trigger="sks", text_encoder=HashedNgramEncoder(max_tokens=3))
+    page = write_captions_page(tmp_path / "s", HaarCodec()).read_text(encoding="utf-8")
+    assert page.count("data:image/gif") == 2
+    assert "a.mp4: sks one &lt;b&gt; / sks two two two" in page
+    cells = re.findall(r"<td[^>]*>([^<]*)</td>", page.partition("<h2>Captions</h2>")[2])
+    expected = [("a", "sks one &lt;b&gt;", "3"), ("a", "sks two two two", "3"), ("b", "sks three", "2")]
+    assert [tuple(cells[i : i + 3]) for i in range(0, len(cells), 3)] == expected
+    assert "sks (2 clips)" in page
+    gif = base64.b64decode(re.findall(r"data:image/gif;base64,([^\"]+)", page)[0])
+    with Image.open(io.BytesIO(gif)) as picture:
+        assert picture.size == (128, 25)
+        # equal ones are one
+        assert getattr(picture, "n_frames", 1) in range(2, 9)

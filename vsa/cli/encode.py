@@ -20,6 +20,9 @@ def encode(
         Path | None, option("caption file: .jsonl, .json, .csv or .txt (captions.*, metadata.*)")
     ] = None,
     trigger: Annotated[str, option("words put before every caption, as '--trigger sks'")] = "",
+    captioner: Annotated[
+        str | None, option("image-to-text model that describes clips without a caption (folder, hub id)")
+    ] = None,
     size: Annotated[
         tuple[int, int] | None,
         option("scale to cover, crop the centre (as stored)", panel=CLIPS, whole=(1, 8192), metavar="HEIGHT WIDTH"),

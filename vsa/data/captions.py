@@ -37,6 +37,7 @@ class Captions:
     Args:
         of: captions by media file, in the order of the files.
         missing: reason why a media file has no caption, by file.
+        uncaptioned: those of them for which nothing was given, damaged or not.
         unusable: (place, reason) of entries of the caption file that are malformed or name a missing file.
         fields: further texts and integers of an entry, by name.
         joined: text files beside a video whose lines became one caption.
@@ -48,12 +49,11 @@ class Captions:
     unusable: Sequence[tuple[str, str]]
     fields: Mapping[Path, Mapping[str, str]]
     joined: Sequence[Path] = ()
+    uncaptioned: Sequence[Path] = ()
     moved: Mapping[str, Path] = field(default_factory=dict)
 
 
-def read_captions(
-    videos: Path, caption_file: Path | None, files: Iterable[Path], *, made: Path | None = None, trigger: str = ""
-) -> Captions:
+def read_captions(videos: Path, caption_file: Path | None, files: Iterable[Path], *, trigger: str = "") -> Captions:
     """Read the captions of every media file and collect all problems.
 
     A caption file is one of: `.jsonl`, lines of {"video": "a.mp4", "captions": ["...", ...]} (or "caption": "...");
@@ -71,16 +71,15 @@ def read_captions(
         videos: folder of videos.
         caption_file: caption file (None: `usual_file` of the folder, if any).
         files: the media files that need captions.
-        made: caption file of `vsa.data.captioner`, for videos without another caption.
         trigger: words put before every caption, and kept as a field.
     """
     caption_file = caption_file or usual_file(videos)
     given = _CaptionFile(videos, caption_file)
-    own = _CaptionFile(videos, made if made is not None and made.is_file() else None)
     captions_by_path: dict[Path, list[str]] = {}
     fields: dict[Path, dict[str, str]] = {}
     missing: dict[Path, str] = {}
     joined: list[Path] = []
+    uncaptioned: list[Path] = []
     for path in files:
         key = path.resolve()
         captions, others = given.captions.get(key, []), given.fields.get(key, {})
@@ -90,17 +89,14 @@ def read_captions(
                 others = {**beside_fields, **others}
                 joined += [beside] if lines > 1 and len(captions) == 1 else []
             if not captions:
-                captions, others = own.captions.get(key, []), {**own.fields.get(key, {}), **others}
-            if not captions:
+                uncaptioned.append(path)
                 where = f"{caption_file} and " if caption_file else ""
                 raise ValueError(f"video {path} has no caption: expected one in {where}{path.with_suffix('.txt')}")
         except ValueError as error:
             missing[path] = str(error)
         else:
-            if trigger:
-                captions, others = [_led_by(trigger, words) for words in captions], {**others, "trigger": trigger}
-            captions_by_path[path] = captions
-            if others:
+            captions_by_path[path] = [led_by(trigger, words) for words in captions]
+            if others := {**others, **({"trigger": trigger} if trigger else {})}:
                 fields[path] = others
     return Captions(
         of=captions_by_path,
@@ -109,12 +105,14 @@ def read_captions(
         fields=fields,
         joined=joined,
         moved=given.moved,
+        uncaptioned=uncaptioned,
     )
 
 
-def _led_by(trigger: str, caption: str) -> str:
+def led_by(trigger: str, caption: str) -> str:
+    """A caption that begins with a trigger, if that is not empty."""
     led = caption.startswith(trigger) and not caption[len(trigger) : len(trigger) + 1].isalnum()
-    return caption if led else f"{trigger} {caption}"
+    return caption if led or not trigger else f"{trigger} {caption}"
 
 
 def usual_file(videos: Path) -> Path | None:

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vsa.data.captions import read_captions
+from vsa.data.captioner import MADE, caption_clips
+from vsa.data.captions import led_by, read_captions
 from vsa.data.clip_rules import PATCH, ClipRules
 from vsa.data.codecs import Codec, HaarCodec, WanVAE
 from vsa.data.decoder_process import DecoderProcess
@@ -68,6 +69,7 @@ class EncodeOptions:
         output: settings of the shards.
         captions: caption file; see `vsa.data.captions.read_captions`.
         trigger: words put before every caption.
+        captioner: image-to-text model for clips without a caption; see `vsa.data.captioner.Captioner`.
         image_condition: whether the image condition of an image-to-video model is stored with every clip; see
             `WanVAE.image_condition`.
         skip_bad: whether files that do not decode, are too short or have no caption are skipped and reported, instead
@@ -81,6 +83,7 @@ class EncodeOptions:
     output: OutputOptions = field(default_factory=OutputOptions)
     captions: str | Path | None = None
     trigger: str = ""
+    captioner: str | None = None
     image_condition: bool = False
     skip_bad: bool = False
     decode_seconds: float = 120
@@ -131,6 +134,8 @@ def encode_folder(
     check_target(out, overwrite=output.overwrite)
     with DecoderProcess(seconds=options.decode_seconds, memory_gib=options.decode_memory) as decoder:
         encoding = _Encoding(folder, options, codec, text_encoder, decoder)
+        if options.captioner:
+            encoding.write_captions(out, options.captioner)
         share: dict[str, Any] = {"count": len(encoding.files), "settings": encoding.settings(), "output": output}
         pending = [i for _, span in pending_parts(out, **share) for i in span]
         with progress_bar("looking at files", len(pending), transient=True) as advance:
@@ -171,16 +176,19 @@ class _Encoding:
         self._names = [path.relative_to(folder).as_posix() for path in self.files]
         self._ids = sample_ids(self._names)
         self.captions = read_captions(folder, caption_file, self.files, trigger=tidy(options.trigger))
+        # captions of a captioner by sample id
+        self._made: dict[str, str] = {}
         # reasons by number
         missing = self.captions.missing
-        self._bad = {i: missing[path] for i, path in enumerate(self.files) if path in missing}
+        later = self.captions.uncaptioned if options.captioner else ()
+        self._bad = {i: missing[path] for i, path in enumerate(self.files) if path in missing and path not in later}
 
     def settings(self) -> dict[str, Any]:
         """Everything that determines the samples, as JSON values."""
-        entries = [(self.captions.of.get(path), self.captions.fields.get(path)) for path in self.files]
+        entries = [self._captions(i) for i in range(len(self.files))]
         # without fields, the listing equals that of earlier versions
         listing = "\n".join(
-            f"{name}\t{captions}" + (f"\t{fields}" if fields else "")
+            f"{name}\t{captions or None}" + (f"\t{fields}" if fields else "")
             for name, (captions, fields) in zip(self._names, entries, strict=True)
         )
         digest = hashlib.sha256(listing.encode("utf-8", "replace")).hexdigest()[:12]
@@ -194,6 +202,30 @@ class _Encoding:
             "image_condition": self._options.image_condition,
             "dtype": self._options.output.dtype,
         }
+
+    def write_captions(self, out: Path, captioner: str) -> None:
+        """Make captions of the clips that have none, and keep them in the folder of shards; raises as `check`."""
+        self.check(range(len(self.files)), lambda _: None)
+        without = set(self.captions.uncaptioned)
+        numbers = {self._ids[i]: i for i, path in enumerate(self.files) if path in without and i not in self._bad}
+
+        def frames(name: str) -> Tensor:
+            return self._options.clips.cut(self.files[numbers[name]], self._codec, self._decoder)[0]
+
+        alone = self._options.output.world_size == 1
+        how: dict[str, Any] = {"device": self._options.device, "alone": alone}
+        self._made = caption_clips(out / MADE, list(numbers), frames, captioner, **how)
+        silent = [i for name, i in numbers.items() if name not in self._made]
+        self._bad |= {i: self.captions.missing[self.files[i]] for i in silent}
+
+    def _captions(self, i: int) -> tuple[list[str], dict[str, str]]:
+        """Captions and further fields of a clip by number."""
+        path, made = self.files[i], self._made.get(self._ids[i])
+        if made is None:
+            return self.captions.of.get(path, []), dict(self.captions.fields.get(path, {}))
+        trigger = tidy(self._options.trigger)
+        fields = {"captioner": str(self._options.captioner), "trigger": trigger}
+        return [led_by(trigger, made)], {name: text for name, text in fields.items() if text}
 
     def check(self, numbers: Iterable[int], advance: Callable[[int], None]) -> None:
         """Look at the headers of files by number; UnusableFiles if none is usable, or one is not and is not skipped."""
@@ -224,7 +256,7 @@ class _Encoding:
         if moved := self.captions.moved:
             name, path = next(iter(moved.items()))
             yield f"found by the end of their path: {len(moved)} names of the caption file, first {name} as {path}"
-        if cut := describe_cut(self._text_encoder, chain(*(self.captions.of[self.files[i]] for i in good))):
+        if cut := describe_cut(self._text_encoder, chain(*(self._captions(i)[0] for i in good))):
             yield cut
         codec, (_, sh, sw) = self._codec, self._codec.stride
         for h, w in self._options.clips.untrainable(codec):
@@ -273,7 +305,7 @@ class _Encoding:
         # one more than the samples: the null embedding is in the text shard too
         with ShardWriter(part, **encoders, samples_per_shard=len(span) + 1, dtype=self._options.output.dtype) as writer:
             for i, latents, info, condition in chain([first], encoded):
-                writer.add(self._ids[i], latents, self.captions.of[self.files[i]], info, condition)
+                writer.add(self._ids[i], latents, self._captions(i)[0], info, condition)
         return PartContent(skipped=skipped, notes=notes)
 
     def _encode(self, i: int) -> tuple[Tensor, dict[str, Any], Tensor | None]:
@@ -288,7 +320,7 @@ class _Encoding:
             if isinstance(codec, WanVAE) and self._options.image_condition:
                 condition = codec.image_condition(clip)
             latents = codec.encode(clip)
-        fields = self.captions.fields.get(path)
+        _, fields = self._captions(i)
         return latents, {"source": self._names[i], **info, **({"fields": fields} if fields else {})}, condition
 
 

@@ -7,6 +7,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+from vsa.data.captions_page import write_captions_page
 from vsa.data.encode import EncodeOptions, UnusableFiles, encode_folder
 from vsa.data.encoders import EncoderChoice
 from vsa.data.prompts import tidy
@@ -40,6 +41,8 @@ def encode_and_tell(videos: Path, out: Path, encoders: EncoderChoice, options: E
     if not shared:
         index = LatentReader(out).index
         print(index.summary())
+        page = write_captions_page(out, codec, device=options.device)
+        print(f"to read the captions beside their clips: {page}")
     elif report.complete:
         print("every part is done: run the command once more without --rank and --world-size")
     print(f"{report.samples} samples in {out}, {len(report.skipped)} left out")

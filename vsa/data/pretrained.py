@@ -19,6 +19,12 @@ _ENTRY = {"dtype": str, "shape": list[Count], "data_offsets": tuple[Count, Count
 _SAMPLED_BYTES = 4096
 
 
+def refuse_unknown(source: str | Path) -> None:
+    """Raise ValueError for a source that is neither a folder nor has the form of a hub id."""
+    if not Path(source).is_dir() and not _HUB_ID.fullmatch(str(source)):
+        raise ValueError(f"no such model folder: {source}")
+
+
 def component_folder(source: str | Path, name: str) -> Path:
     """The folder of one component of a diffusers pipeline.
 
@@ -28,8 +34,7 @@ def component_folder(source: str | Path, name: str) -> Path:
     """
     folder = Path(source)
     if not folder.is_dir():
-        if not _HUB_ID.fullmatch(str(source)):
-            raise ValueError(f"no such model folder: {source}")
+        refuse_unknown(source)
         from huggingface_hub import snapshot_download
 
         try:

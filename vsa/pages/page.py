@@ -76,7 +76,8 @@ class Clips:
     """Clips by prompt.
 
     Args:
-        headings: name of each column, and a label below it.
+        first: name of the column of prompts.
+        headings: name of each further column, and a label below it.
         rows: the GIF of each column by prompt, None if the column has no clip of it.
         left_out: number of prompts that did not fit into the page.
     """
@@ -84,6 +85,7 @@ class Clips:
     headings: Sequence[tuple[str, str]]
     rows: Mapping[str, Sequence[Path | None]]
     left_out: int
+    first: str = "prompt"
 
 
 class Page:
@@ -173,7 +175,7 @@ class Page:
             + "</tr>"
             for prompt, paths in clips.rows.items()
         )
-        table = f"<table><thead><tr><th>prompt</th>{head}</tr></thead><tbody>{lines}</tbody></table>"
+        table = f"<table><thead><tr><th>{escape(clips.first)}</th>{head}</tr></thead><tbody>{lines}</tbody></table>"
         self._section(title, self._note(note), f'<div class="scroll">{table}</div>', kind="clips")
 
     def missing(self, sentences: Sequence[str]) -> None:
