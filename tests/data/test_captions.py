@@ -122,6 +122,16 @@ def test_several_captions_and_fields(tmp_path: Path) -> None:
     assert media_files(root / "v", root / "words" / "own.csv").unread == {".csv": ["metadata.csv"]}
 
 
+@pytest.mark.parametrize("form", ["utf-8-sig", "utf-16"])
+def test_metadata_of_something_else_is_not_read(form: str, tmp_path: Path) -> None:
+    root = folder_of(tmp_path / "v", {"a.mp4": "", "a.txt": "one", "metadata.csv": "file_name,label\na.mp4,3\n"})
+    assert read_captions(root, None, [root / "a.mp4"]).of == {root / "a.mp4": ["one"]}
+    assert media_files(root).unread == {".csv": ["metadata.csv"]}
+    (root / "metadata.csv").write_text("file_name,Caption\na.mp4,two\n", encoding=form)
+    assert read_captions(root, None, [root / "a.mp4"]).of == {root / "a.mp4": ["two"]}
+    assert not media_files(root).unread
+
+
 def test_a_trigger_leads_every_caption_once(tmp_path: Path) -> None:
     root = folder_of(tmp_path, {"a.mp4": "", "a.txt": "a dog\n\nsks, a cat\n\nsksa\n\nsks"})
     captions, found = read(root, trigger="sks")
@@ -136,7 +146,7 @@ def test_a_trigger_leads_every_caption_once(tmp_path: Path) -> None:
         ({"metadata.csv": "file_name,caption\ngone/c.mp4,x\n"}, r"metadata\.csv names a missing video: .*gone/c\.mp4"),
         ({"metadata.csv": "file_name,caption\nx/a.mp4,x\ny/a.mp4,y\n"}, r"has x/a\.mp4 and y/a\.mp4, either of"),
         ({"metadata.csv": "file_name,caption\nx/a.mp4,x\na.mp4,y\n"}, r"has x/a\.mp4 and a\.mp4, either of"),
-        ({"metadata.jsonl": '{"file_name": "a.mp4", "tags": "x"}'}, r"line 1: captions of a\.mp4 must be one string"),
+        ({"metadata.jsonl": '{"file_name": "a.mp4", "caption": 3}'}, r"line 1: captions of a\.mp4 must be one string"),
         ({"metadata.jsonl": '{"file_name": "", "caption": "x"}'}, "line 1: expected"),
         ({"a.json": '{"title": "x"}'}, r"captions in .*a\.json must be one string or a list of strings"),
         ({"prompts.txt": "one"}, r"video .*a\.mp4 has no caption: expected one in .*a\.txt"),

@@ -118,10 +118,17 @@ def led_by(trigger: str, caption: str) -> str:
 def usual_file(videos: Path) -> Path | None:
     """The first of `CAPTION_FILES` in a folder; None without one.
 
-    Those with lines of captions alone count beside a list of names.
+    Those with lines of captions alone count beside a list of names, and metadata if its beginning names captions.
     """
-    usual = (videos / name for name in CAPTION_FILES)
-    return next((p for p in usual if p.is_file() and (p.name not in _LINES or listing(p))), None)
+    return next((path for name in CAPTION_FILES if (path := videos / name).is_file() and _is_of_captions(path)), None)
+
+
+def _is_of_captions(path: Path) -> bool:
+    if path.stem != "metadata":
+        return path.name not in _LINES or listing(path) is not None
+    start = _read(path)[:4096]
+    start = start if path.suffix == ".json" else lines_of(start)[0]
+    return any(re.search(rf"\b{key}\b", start, re.IGNORECASE) for key in _CAPTIONS)
 
 
 def listing(caption_file: Path) -> Path | None:
