@@ -99,7 +99,7 @@ def test_what_is_decoded_ahead_is_what_is_asked_for(videos: Path, tmp_path: Path
     (videos / "abort.mp4").write_bytes((videos / "a.mp4").read_bytes())
     names = ["a.mp4", "abort.mp4", "b.mp4", "c.gif"]
     with faulty_decoder(tmp_path / "faults"), DecoderProcess(seconds=_SECONDS, memory_gib=2) as decoder:
-        decoder.announce([videos / name for name in names])
+        decoder.announce([(videos / name, None, 4) for name in names])
         # in another order than announced, and with other options
         for name, frames in (("a.mp4", 4), ("b.mp4", 4), ("c.gif", 3), ("a.mp4", 2), ("abort.mp4", 2), ("c.gif", 2)):
             if name == "abort.mp4":

@@ -6,6 +6,7 @@ import json
 import shlex
 
 import pytest
+import torch
 
 from tests.docs.pages import FENCE, ROOT, Command, commands_of
 from tests.docs.test_commands import composed, settings_of
@@ -13,6 +14,7 @@ from tests.docs.typist import WAN, Typist, lay_out
 from tests.tiny_runs import command_line  # noqa: F401
 from vsa.config import model_factory
 from vsa.data.encoders import SENTENCE_SETTINGS, EncoderChoice
+from vsa.data.video_files import read_video, write_video
 from vsa.models.init import without_memory
 
 CLIPS = 8
@@ -66,6 +68,12 @@ def test_own_videos(typist):
         elif "--model" in command.words:
             (train,) = typist(command)
             typist(train, "callbacks.samples=null")
+        elif "FILMS" in command.words:
+            # one film of all clips; the network that finds cuts takes seconds, see tests/data/test_films.py
+            clips = [read_video(path)[0] for path in sorted((typist.folder / "VIDEOS").glob("*.mp4"))]
+            write_video(typist.folder / "FILMS" / "film.mp4", torch.cat(clips))
+            (typist.folder / "FILMS" / "film.txt").write_text("a film of shapes")
+            typist(command, "--shots", "none")
         else:
             for train in typist(command):
                 (sample,) = typist(train)

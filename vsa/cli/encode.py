@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from vsa.cli.options import MANY, Precision, option
 from vsa.cli.values import made_of
 
+Shots = Literal["auto", "transnet", "scenedetect", "none"]
 CLIPS, BY, OUTPUT = "Clips", "Encoders", "Output"
 
 
@@ -34,6 +35,15 @@ def encode(
     buckets: Annotated[
         str, option("available clip sizes, chosen by aspect ratio", panel=CLIPS, metavar="HxWxT,...")
     ] = "",
+    clips_per_film: Annotated[
+        int | None, option("most clips of a film, 0 for all (one, from the start)", panel=CLIPS, whole=(0, MANY))
+    ] = None,
+    stride: Annotated[
+        int | None, option("frames from clip to clip of a film (a clip)", panel=CLIPS, whole=(1, MANY))
+    ] = None,
+    shots: Annotated[
+        Shots | None, option("what finds the shots of films, which no clip leaves (auto)", panel=CLIPS)
+    ] = None,
     model: Annotated[str | None, option("Wan pipeline for VAE and text encoder (folder, hub id)", panel=BY)] = None,
     vae: Annotated[str | None, option("Wan pipeline or VAE folder for the VAE only", panel=BY)] = None,
     text: Annotated[
@@ -54,7 +64,7 @@ def encode(
             "maximum number of tokens of a caption (n-grams 16, sentence 128, Wan 512)", panel=BY, whole=(1, 65_536)
         ),
     ] = None,
-    device: Annotated[str, option("device of the encoders", panel=BY)] = "cpu",
+    device: Annotated[str | None, option("device of the networks (cuda if available)", panel=BY)] = None,
     image_condition: Annotated[
         bool, option("store the image condition of image-to-video models too", "--image-condition", panel=BY)
     ] = False,
@@ -69,6 +79,7 @@ def encode(
     decode_memory: Annotated[
         float, option("memory limit per file, GiB without frames", panel=OUTPUT, real=(0.1, 4096))
     ] = 16,
+    workers: Annotated[int, option("files that are decoded at the same time", panel=OUTPUT, whole=(1, 256))] = 1,
     skip_bad: Annotated[bool, option("skip and list unusable files", "--skip-bad", panel=OUTPUT)] = False,
     rank: Annotated[int, option("rank of this process", panel=OUTPUT, whole=(0, MANY))] = 0,
     world_size: Annotated[int, option("number of processes that share the work", panel=OUTPUT, whole=(1, MANY))] = 1,
@@ -80,6 +91,7 @@ def encode(
 
     \b
     vsa encode VIDEOS SHARDS --size 128 128 --frames 16
+    vsa encode FILMS SHARDS --size 128 128 --frames 16 --fps 16 --clips-per-film 20
     vsa encode VIDEOS SHARDS --model Wan-AI/Wan2.1-T2V-1.3B-Diffusers --buckets 448x832x61,480x480x33
 
     Repeat an interrupted command to continue. To share the work, run it with --rank R --world-size N on every GPU,
@@ -90,6 +102,9 @@ def encode(
     from vsa.data.encode import EncodeOptions
     from vsa.data.encode_report import encode_and_tell
     from vsa.data.encoders import EncoderChoice
+    from vsa.errors import usable_device
 
+    if device is None:
+        arguments["device"] = usable_device(None, rank=rank)
     arguments["buckets"] = tuple(Bucket.parse(part) for part in buckets.split(",") if part)
     encode_and_tell(videos, out, made_of(EncoderChoice, arguments), made_of(EncodeOptions, arguments))

@@ -9,8 +9,9 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +20,9 @@ from torch import Tensor
 from vsa.data import video_files
 from vsa.data.buckets import Bucket, choose_bucket
 from vsa.data.codecs import Codec, check_frames
+from vsa.data.shots import Film, ShotsBy
 from vsa.data.video_files import IMAGE_SUFFIXES
+from vsa.errors import told_together
 
 # height and width, in latent cells, of the patches of all models here and of Wan
 PATCH = 2
@@ -31,7 +34,7 @@ class Decoder(Protocol):
     """Reader of video files: the functions of `vsa.data.video_files`, in this process or a separate one."""
 
     def read_video(
-        self, path: str | Path, *, frames: int | None = None, fps: float | None = None
+        self, path: str | Path, *, frames: int | None = None, fps: float | None = None, start: int | None = None
     ) -> tuple[Tensor, float]:
         """See `vsa.data.video_files.read_video`."""
         ...
@@ -54,9 +57,16 @@ class Cut:
     size: tuple[int, int, int]
 
 
+class Window(NamedTuple):
+    """A clip within a film: its first frame, after resampling, and its size (frames, height, width)."""
+
+    start: int
+    size: tuple[int, int, int]
+
+
 @dataclass(frozen=True, kw_only=True)
 class ClipRules:
-    """Rules that cut a clip out of a video.
+    """Rules that cut a clip out of a video, or several out of its shots.
 
     Args:
         size: (height, width) in pixels: scale to cover, then crop the centre (None: keep the scale and crop to whole
@@ -64,18 +74,34 @@ class ClipRules:
         frames: frames of a clip, from the start (None: all); reduced to a number that the codec can encode.
         fps: frame rate to which clips are resampled first, by time stamps (None: every stored frame).
         buckets: available clip sizes, instead of `size` and `frames`; see `choose_bucket`.
+        clips_per_film: most clips of a video, spread over it; 0: all.
+        stride: frames from the start of a clip to that of the next one (None: the length of the clip).
+        shots: how shots are found, between which no clip lies. With one of `clips_per_film`, `stride` and `shots`, a
+            video is a film with several clips; without them it is one clip from the start.
     """
 
     size: tuple[int, int] | None = None
     frames: int | None = None
     fps: float | None = None
     buckets: tuple[Bucket, ...] = ()
+    clips_per_film: int | None = None
+    stride: int | None = None
+    shots: ShotsBy | None = None
 
     def __post_init__(self) -> None:
         if self.buckets and (self.size is not None or self.frames is not None):
             raise ValueError(f"buckets exclude size and frames, got size={self.size} and frames={self.frames}")
         if self.fps is not None and not 0 < self.fps < math.inf:
             raise ValueError(f"fps must be above 0 and finite, got {self.fps}")
+        if self.films and not self.buckets and self.frames is None:
+            raise ValueError("clips_per_film, stride and shots need the length of a clip: frames or buckets")
+        if self.stride is not None and self.stride < 1:
+            raise ValueError(f"stride must be at least 1 frame, got {self.stride}")
+
+    @property
+    def films(self) -> bool:
+        """Whether videos are films, of which several clips are taken."""
+        return (self.clips_per_film, self.stride, self.shots) != (None, None, None)
 
     @property
     def sizes(self) -> list[tuple[int, int]]:
@@ -84,16 +110,17 @@ class ClipRules:
 
     def check(self, codec: Codec) -> None:
         """Raise ValueError for sizes that the codec cannot encode or that do not fit into memory."""
-        _, sh, sw = codec.stride
-        for height, width in self.sizes:
-            if height < 1 or width < 1 or height % sh or width % sw:
-                raise ValueError(
-                    f"size {height}x{width} (height x width) must be multiples of the codec stride {sh}x{sw}"
-                )
-        for frames in [b.frames for b in self.buckets] or ([self.frames] if self.frames is not None else []):
-            check_frames(codec, frames)
+        told_together(
+            *(partial(_check_size, codec, *size) for size in dict.fromkeys(self.sizes)),
+            *(partial(check_frames, codec, frames) for frames in dict.fromkeys(self._lengths)),
+        )
         for bucket in self.buckets or [Bucket(*size, self.frames or 1) for size in self.sizes]:
             _check_memory(bucket.frames, bucket.height, bucket.width, f"a clip of {bucket}")
+
+    @property
+    def _lengths(self) -> list[int]:
+        """Every requested number of frames."""
+        return [b.frames for b in self.buckets] or ([self.frames] if self.frames is not None else [])
 
     def untrainable(self, codec: Codec) -> list[tuple[int, int]]:
         """Requested sizes whose latents do not divide into patches of 2 x 2 cells."""
@@ -130,6 +157,39 @@ class ClipRules:
         scaled = (max(size[0], round(height * scale)), max(size[1], round(width * scale)))
         return Cut(scaled=scaled, size=(length, *size))
 
+    def windows(self, film: Film, path: Path, codec: Codec) -> tuple[list[Window], int]:
+        """Every clip of a film, before at most `clips_per_film` are chosen, and the number of its shots that have none.
+
+        Raises:
+            ValueError: no shot is long enough, or the picture is too small.
+        """
+        windows, without = list[Window](), 0
+        lengths = [shot.frames(film.rate, self.fps) for shot in film.shots]
+        # a bucket of one frame is for pictures, not for what is left of a shot
+        least = 2 if max(self._lengths) > 1 and sum(map(len, lengths)) > 1 else 1
+        for frames in lengths:
+            start, before = frames.start, len(windows)
+            while start + least <= frames.stop:
+                try:
+                    cut = self.plan(path, codec, frames=frames.stop - start, height=film.height, width=film.width)
+                except ValueError:
+                    break
+                windows.append(Window(start, cut.size))
+                start += self.stride or cut.size[0]
+            without += len(windows) == before
+        if not windows:
+            longest = max(map(len, lengths), default=0)
+            try:
+                self.plan(path, codec, frames=longest, height=film.height, width=film.width)
+            except ValueError as error:
+                raise ValueError(f"{error}, in the longest of its {len(lengths)} shots") from None
+        return windows, without
+
+    def chosen(self, windows: Sequence[Window]) -> list[Window]:
+        """At most `clips_per_film` of the clips of a film, spread over it."""
+        most = min(self.clips_per_film or len(windows), len(windows))
+        return [windows[k * len(windows) // most] for k in range(most)]
+
     def fit(self, video: Tensor, path: Path, codec: Codec) -> Tensor:
         """Trim, scale and crop a decoded video.
 
@@ -153,30 +213,50 @@ class ClipRules:
         top, left = (video.shape[1] - height) // 2, (video.shape[2] - width) // 2
         return video[:, top : top + height, left : left + width].contiguous()
 
-    def cut(self, path: Path, codec: Codec, decoder: Decoder = video_files) -> tuple[Tensor, dict[str, Any]]:
+    def part(self, window: Window | None) -> tuple[int | None, int | None]:
+        """First frame and number of frames that are read for a clip."""
+        return (window.start, window.size[0]) if window else (None, max(self._lengths, default=None))
+
+    def cut(
+        self, path: Path, codec: Codec, decoder: Decoder = video_files, window: Window | None = None
+    ) -> tuple[Tensor, dict[str, Any]]:
         """The clip of a file, uint8 `[T, H, W, 3]`, with its metadata.
 
         Args:
             path: the file.
             codec: codec whose stride applies.
             decoder: reader of the file.
+            window: the clip of a film.
         """
-        longest = max((b.frames for b in self.buckets), default=self.frames)
-        video, rate = decoder.read_video(path, frames=longest, fps=self.fps)
+        start, frames = self.part(window)
+        video, rate = decoder.read_video(path, frames=frames, fps=self.fps, start=start)
         clip = self.fit(video, path, codec)
         info = {"fps": rate, "source_size": [video.shape[1], video.shape[2]], "clip_size": list(clip.shape[:3])}
         return clip, info
 
-    def probe(self, path: Path, codec: Codec, decoder: Decoder = video_files) -> None:
-        """Raise ValueError for a file without a suitable clip, from its header if possible; arguments as in `cut`."""
+    def probe(self, path: Path, codec: Codec, decoder: Decoder = video_files) -> tuple[int, int, int] | None:
+        """Size (frames, height, width) of the clip of a file, from its header if possible; arguments as in `cut`.
+
+        None where the header does not tell it; ValueError for a file without a suitable clip.
+        """
         frames, height, width = decoder.probe_video(path, fps=self.fps)
         if frames is None:
-            return
+            return None
         try:
-            self.plan(path, codec, frames=frames, height=height, width=width)
+            return self.plan(path, codec, frames=frames, height=height, width=width).size
         except ValueError:
             # a header can be wrong, and a file that seems too short decodes quickly
-            self.cut(path, codec, decoder)
+            return tuple(self.cut(path, codec, decoder)[1]["clip_size"])
+
+
+def _check_size(codec: Codec, height: int, width: int) -> None:
+    _, sh, sw = codec.stride
+    if height < 1 or width < 1 or height % sh or width % sw:
+        raise ValueError(f"size {height}x{width} (height x width) must be multiples of the codec stride {sh}x{sw}")
+    if height < PATCH * sh or width < PATCH * sw:
+        raise ValueError(
+            f"size {height}x{width} (height x width) is below the smallest tile, one token of {PATCH * sh}x{PATCH * sw}"
+        )
 
 
 def _memory() -> int:

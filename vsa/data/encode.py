@@ -6,24 +6,27 @@ T H W frames and pixels.
 from __future__ import annotations
 
 import hashlib
-import re
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+import json
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from vsa.data.captioner import MADE, caption_clips
 from vsa.data.captions import led_by, read_captions
+from vsa.data.clip_plan import ClipPlan, PlannedClip, find_shots, plan_films
 from vsa.data.clip_rules import PATCH, ClipRules
 from vsa.data.codecs import Codec, HaarCodec, WanVAE
-from vsa.data.decoder_process import DecoderProcess
-from vsa.data.media_folder import media_files
+from vsa.data.decoder_process import DecoderPool, DecoderProcess
+from vsa.data.encode_errors import OutOfMemory, UnusableFiles, memory_errors, refuse_overlap, unusable
+from vsa.data.encode_notes import describe_notes, notes_of, rebuilt_note
+from vsa.data.media_folder import media_files, sample_ids
 from vsa.data.prompts import tidy
 from vsa.data.reconstruction import describe_reconstruction
 from vsa.data.resumable_writer import (
@@ -36,28 +39,14 @@ from vsa.data.resumable_writer import (
     write_parts,
 )
 from vsa.data.shard_writer import ShardWriter
+from vsa.data.shots import Film, ShotFinder
 from vsa.data.text import TextEncoder, describe_cut
 from vsa.progress import progress_bar
 
 # number of clips, spread over the data set, on which the codec's quality is measured
 _MEASURED_CLIPS = 8
-_LISTED_SHAPES = 5
-
-
-class UnusableFiles(ValueError):
-    """Files that cannot be encoded.
-
-    Attributes:
-        problems: (file or place in the caption file, reason) of each.
-    """
-
-    def __init__(self, problems: Sequence[tuple[str, str]], message: str) -> None:
-        super().__init__(message)
-        self.problems = tuple(problems)
-
-
-class OutOfMemory(ValueError):
-    """Too little memory for a clip. The file is not at fault, so it is never skipped for this reason."""
+# number of a film's clip among them, after titles that rebuild too well
+_EARLY = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +66,7 @@ class EncodeOptions:
         decode_seconds: time limit of the decoder per file, in seconds.
         decode_memory: memory limit of the decoder per file, in GiB, without the decoded frames.
         device: device of the codec.
+        workers: processes that decode at the same time, each for a shard of its own.
     """
 
     clips: ClipRules = field(default_factory=ClipRules)
@@ -89,6 +79,7 @@ class EncodeOptions:
     decode_seconds: float = 120
     decode_memory: float = 16
     device: str = "cpu"
+    workers: int = 1
 
     def check(self, codec: Codec) -> None:
         """Raise ValueError for options that the codec does not support."""
@@ -105,12 +96,14 @@ def encode_folder(
     codec: Codec,
     text_encoder: TextEncoder,
     tell: Callable[[str], None] = print,
+    show_plan: Callable[[ClipPlan], None] = lambda plan: None,
 ) -> PartsReport:
     """Encode every video and image below a folder; images become one-frame latents.
 
     All captions and the headers of all files are checked before anything is written, and all problems are reported
-    together. Finished parts are kept (see `vsa.data.resumable_writer`), so an interrupted call can be repeated and
-    continues. With several processes, each writes its parts, and a last call with a single process joins them.
+    together. The shots of films are found first and kept in `out`. Finished parts are kept too (see
+    `vsa.data.resumable_writer`), so an interrupted call can be repeated and continues. With several processes, each
+    writes its parts, and a last call with a single process joins them.
 
     Args:
         videos: folder of videos and images, searched with its subfolders.
@@ -119,6 +112,7 @@ def encode_folder(
         codec: codec of the pixels.
         text_encoder: encoder of the captions.
         tell: function called with messages for the user, such as the codec's quality and sizes that do not fit models.
+        show_plan: function called with the clips before the first one is encoded.
 
     Returns:
         Number of samples written so far, skipped files, and whether every part is complete.
@@ -130,28 +124,36 @@ def encode_folder(
     """
     folder, out, output = Path(videos), Path(out), options.output
     options.check(codec)
-    _refuse_overlap(folder, out)
+    refuse_overlap(folder, out)
     check_target(out, overwrite=output.overwrite)
-    with DecoderProcess(seconds=options.decode_seconds, memory_gib=options.decode_memory) as decoder:
-        encoding = _Encoding(folder, options, codec, text_encoder, decoder)
+    limits = {"seconds": options.decode_seconds, "memory_gib": options.decode_memory}
+    with DecoderPool(options.workers, **limits) as decoders:
+        encoding = _Encoding(folder, options, codec, text_encoder, decoders)
+        if options.clips.films:
+            encoding.find_films(out)
+        elif options.captioner:
+            encoding.check(range(len(encoding.files)))
         if options.captioner:
             encoding.write_captions(out, options.captioner)
-        share: dict[str, Any] = {"count": len(encoding.files), "settings": encoding.settings(), "output": output}
+        share: dict[str, Any] = {"count": len(encoding.plan.clips), "settings": encoding.settings(), "output": output}
         pending = [i for _, span in pending_parts(out, **share) for i in span]
-        with progress_bar("looking at files", len(pending), transient=True) as advance:
-            encoding.check(pending, advance)
+        if not options.clips.films:
+            encoding.check(pending)
         if output.rank == 0 and pending:
+            show_plan(encoding.plan)
             for line in encoding.describe_ahead():
                 tell(line)
-        report = write_parts(out, encoding.write, **share, title="encoding videos")
+        how: dict[str, Any] = {"frames": [clip.frames for clip in encoding.plan.clips], "threads": options.workers}
+        report = write_parts(out, encoding.write, **share, **how, title="encoding videos")
     if report.complete and report.samples == 0:
         whole = f"none of the {len(encoding.files)} videos in {folder} decodes"
         raise UnusableFiles(report.skipped, f"{whole}; first: {report.skipped[0][1]}")
     if output.world_size == 1:
         join_parts(out)
-        for line in _describe_notes(report.notes):
+        for line in describe_notes(report.notes):
             tell(line)
-    return replace(report, skipped=(*encoding.media.ignored, *encoding.captions.unusable, *report.skipped))
+    left_out = (*encoding.media.ignored, *encoding.captions.unusable, *encoding.left_out, *report.skipped)
+    return replace(report, skipped=left_out)
 
 
 class _Encoding:
@@ -162,22 +164,29 @@ class _Encoding:
         options: options of the call.
         codec: codec of the pixels.
         text_encoder: encoder of the captions.
-        decoder: reader of the files.
+        decoders: readers of the files.
     """
 
     def __init__(
-        self, folder: Path, options: EncodeOptions, codec: Codec, text_encoder: TextEncoder, decoder: DecoderProcess
+        self, folder: Path, options: EncodeOptions, codec: Codec, text_encoder: TextEncoder, decoders: DecoderPool
     ):
-        self._folder, self._options, self._decoder = folder, options, decoder
+        self._folder, self._options, self._decoders = folder, options, decoders
+        # networks hold state while they encode
+        self._encoders = threading.Lock()
         self._codec, self._text_encoder = codec, text_encoder
         caption_file = Path(options.captions) if options.captions else None
         self.media = media_files(folder, caption_file)
         self.files = self.media.files
         self._names = [path.relative_to(folder).as_posix() for path in self.files]
         self._ids = sample_ids(self._names)
+        self.plan = ClipPlan(clips=[PlannedClip(i) for i in range(len(self.files))])
+        self._finder = ShotFinder(options.clips.shots or "auto", device=options.device)
+        # films without a clip, which have no number among the clips
+        self.left_out: Sequence[tuple[str, str]] = ()
         self.captions = read_captions(folder, caption_file, self.files, trigger=tidy(options.trigger))
-        # captions of a captioner by sample id
+        # captions of a captioner by sample id, and reasons by number of the clips for which it found none
         self._made: dict[str, str] = {}
+        self._silent: dict[int, str] = {}
         # reasons by number
         missing = self.captions.missing
         later = self.captions.uncaptioned if options.captioner else ()
@@ -185,19 +194,23 @@ class _Encoding:
 
     def settings(self) -> dict[str, Any]:
         """Everything that determines the samples, as JSON values."""
-        entries = [self._captions(i) for i in range(len(self.files))]
+        entries = [self._captions(i) for i in range(len(self.plan.clips))]
+        names = [self._names[clip.file] for clip in self.plan.clips]
         # without fields, the listing equals that of earlier versions
         listing = "\n".join(
             f"{name}\t{captions or None}" + (f"\t{fields}" if fields else "")
-            for name, (captions, fields) in zip(self._names, entries, strict=True)
+            for name, (captions, fields) in zip(names, entries, strict=True)
         )
         digest = hashlib.sha256(listing.encode("utf-8", "replace")).hexdigest()[:12]
         rules = self._options.clips
+        windows = [(self._names[clip.file], *clip.window) for clip in self.plan.clips if clip.window]
+        found = hashlib.sha256(json.dumps(windows).encode("utf-8", "replace")).hexdigest()[:12]
         return {
             "videos": f"{len(self.files)} files ({digest})",
             "codec": f"{self._codec.id} ({self._codec.hash})",
             "text_encoder": f"{self._text_encoder.id} ({self._text_encoder.hash})",
             **vars(rules),
+            **({"shots": self._finder.by, "windows": f"{len(windows)} clips ({found})"} if rules.films else {}),
             "buckets": [str(bucket) for bucket in rules.buckets],
             "image_condition": self._options.image_condition,
             "dtype": self._options.output.dtype,
@@ -205,45 +218,85 @@ class _Encoding:
 
     def write_captions(self, out: Path, captioner: str) -> None:
         """Make captions of the clips that have none, and keep them in the folder of shards; raises as `check`."""
-        self.check(range(len(self.files)), lambda _: None)
-        without = set(self.captions.uncaptioned)
-        numbers = {self._ids[i]: i for i, path in enumerate(self.files) if path in without and i not in self._bad}
+        without, clips = set(self.captions.uncaptioned), self.plan.clips
+        asked = [i for i, clip in enumerate(clips) if self.files[clip.file] in without and clip.file not in self._bad]
+        numbers = {self._ids[i]: i for i in asked}
 
         def frames(name: str) -> Tensor:
-            return self._options.clips.cut(self.files[numbers[name]], self._codec, self._decoder)[0]
+            clip = clips[numbers[name]]
+            with self._decoders.one() as decoder:
+                return self._options.clips.cut(self.files[clip.file], self._codec, decoder, clip.window)[0]
 
         alone = self._options.output.world_size == 1
         how: dict[str, Any] = {"device": self._options.device, "alone": alone}
         self._made = caption_clips(out / MADE, list(numbers), frames, captioner, **how)
         silent = [i for name, i in numbers.items() if name not in self._made]
-        self._bad |= {i: self.captions.missing[self.files[i]] for i in silent}
+        self._silent = {i: self.captions.missing[self.files[clips[i].file]] for i in silent}
+        self._refuse_problems()
 
     def _captions(self, i: int) -> tuple[list[str], dict[str, str]]:
         """Captions and further fields of a clip by number."""
-        path, made = self.files[i], self._made.get(self._ids[i])
+        path, made = self.files[self.plan.clips[i].file], self._made.get(self._ids[i])
         if made is None:
             return self.captions.of.get(path, []), dict(self.captions.fields.get(path, {}))
         trigger = tidy(self._options.trigger)
         fields = {"captioner": str(self._options.captioner), "trigger": trigger}
         return [led_by(trigger, made)], {name: text for name, text in fields.items() if text}
 
-    def check(self, numbers: Iterable[int], advance: Callable[[int], None]) -> None:
+    def check(self, numbers: Sequence[int]) -> None:
         """Look at the headers of files by number; UnusableFiles if none is usable, or one is not and is not skipped."""
-        for i in numbers:
+        sizes: dict[int, tuple[int, int, int] | None] = {}
+
+        def look(i: int, decoder: DecoderProcess) -> None:
             try:
                 # records and pages are in UTF-8
                 if self._names[i] != self._names[i].encode(errors="replace").decode():
                     raise ValueError(f"the name of video {self.files[i]} is not UTF-8: rename it")
-                self._options.clips.probe(self.files[i], self._codec, self._decoder)
+                sizes[i] = self._options.clips.probe(self.files[i], self._codec, decoder)
             except ValueError as error:
                 self._bad.setdefault(i, str(error))
             advance(1)
-        problems = [*self.captions.unusable, *((self._names[i], self._bad[i]) for i in sorted(self._bad))]
+
+        with progress_bar("looking at files", len(numbers), transient=True) as advance:
+            self._decoders.each(look, numbers)
+        clips = [PlannedClip(i, size=None if i in self._bad else sizes.get(i)) for i in range(len(self.files))]
+        self.plan = ClipPlan(clips=clips, dropped=self._left_out())
+        self._refuse_problems()
+
+    def find_films(self, out: Path) -> None:
+        """Find the shots of all films and choose their clips; raises as `check`."""
+        self.check(range(len(self.files)))
+        good = [i for i in range(len(self.files)) if i not in self._bad]
+        found = find_shots(self.files, self._names, out, self._finder, self._decoders, good)
+        self._bad |= {i: film for i, film in found.items() if isinstance(film, str)}
+        films = {i: film for i, film in sorted(found.items()) if isinstance(film, Film)}
+        plan, problems = plan_films(self.files, films, self._options.clips, self._codec, self._finder)
+        self._bad |= problems
+        self._refuse_problems()
+        self.left_out = self._left_out()
+        self.plan = replace(plan, dropped=[*self.left_out, *plan.dropped])
+        # names that another choice of clips does not change
+        named = ((Path(self._names[clip.file]), clip.window) for clip in plan.clips)
+        self._ids = sample_ids([str(p.with_stem(f"{p.stem}-{w.start:06d}")) for p, w in named if w])
+
+    def _left_out(self) -> list[tuple[str, str]]:
+        return [(self._names[i], reason) for i, reason in sorted(self._bad.items())]
+
+    def _refuse_problems(self) -> None:
+        silent = [(self._names[self.plan.clips[i].file], reason) for i, reason in self._silent.items()]
+        problems = [*self.captions.unusable, *self._left_out(), *silent]
         if len(self._bad) == len(self.files):
             whole = f"none of the {len(self.files)} videos in {self._folder} can be encoded"
             raise UnusableFiles(problems, f"{whole}; first: {problems[0][1]}")
         if problems and not self._options.skip_bad:
-            raise _unusable(problems, self._folder)
+            raise unusable(problems, self._folder)
+
+    @cached_property
+    def _measured(self) -> set[int]:
+        """Numbers of the clips that are decoded again."""
+        # that takes a trained codec on a CPU minutes
+        slow = isinstance(self._codec, WanVAE) and not self._options.device.startswith("cuda")
+        return set() if slow else self.plan.measured()
 
     def describe_ahead(self) -> Iterator[str]:
         """Messages before hours of encoding: what is not read, cut or joined, and the quality of the codec."""
@@ -256,7 +309,9 @@ class _Encoding:
         if moved := self.captions.moved:
             name, path = next(iter(moved.items()))
             yield f"found by the end of their path: {len(moved)} names of the caption file, first {name} as {path}"
-        if cut := describe_cut(self._text_encoder, chain(*(self._captions(i)[0] for i in good))):
+        # clips of a film may share its captions
+        said = {(clip.file, *self._captions(i)[0]) for i, clip in enumerate(self.plan.clips) if clip.file in good}
+        if cut := describe_cut(self._text_encoder, chain(*(captions for _, *captions in sorted(said)))):
             yield cut
         codec, (_, sh, sw) = self._codec, self._codec.stride
         for h, w in self._options.clips.untrainable(codec):
@@ -267,134 +322,79 @@ class _Encoding:
 
         def measured() -> Iterator[tuple[str, Tensor]]:
             for i in sorted({good[k * len(good) // _MEASURED_CLIPS] for k in range(_MEASURED_CLIPS)}):
+                # of a film an early clip, before which there is little to decode
+                windows = [clip.window for clip in self.plan.clips if clip.file == i]
                 # a file that does not decode is reported when it is encoded
-                with suppress(ValueError):
-                    yield self._names[i], self._options.clips.cut(self.files[i], codec, self._decoder)[0]
+                with suppress(ValueError), self._decoders.one() as decoder:
+                    window = windows[min(_EARLY, len(windows) - 1)]
+                    yield self._names[i], self._options.clips.cut(self.files[i], codec, decoder, window)[0]
 
         # a trained codec reconstructs well, and may need more memory for decoding than for encoding
         if isinstance(codec, HaarCodec):
-            with _memory_errors("the clips"):
+            with memory_errors("the clips"):
                 yield from describe_reconstruction(measured(), codec.channels)
 
-    def write(self, part: Path, span: range, advance: Callable[[], None]) -> PartContent:
-        """Encode the files of a range to a part of the data set."""
+    def write(self, part: Path, span: range, advance: Callable[[int], None]) -> PartContent:
+        """Encode the clips of a range to a part of the data set."""
         skipped: list[tuple[str, str]] = []
         notes: list[tuple[str, Any]] = []
 
-        def samples() -> Iterator[tuple[int, Tensor, dict[str, Any], Tensor | None]]:
+        def samples(decoder: DecoderProcess) -> Iterator[tuple[int, Tensor, dict[str, Any], Tensor | None]]:
             for i in span:
+                clip = self.plan.clips[i]
                 try:
-                    latents, info, condition = self._encode(i)
+                    pixels, latents, info, condition = self._encode(i, decoder)
                 except OutOfMemory:
                     raise
                 except ValueError as error:
                     if not self._options.skip_bad:
-                        raise _unusable([(self._names[i], str(error))], self._folder) from error
-                    skipped.append((self._names[i], str(error)))
+                        raise unusable([(self._names[clip.file], str(error))], self._folder) from error
+                    skipped.append((self._names[clip.file], str(error)))
                 else:
-                    notes.extend(_notes(self._options.clips, self._codec, info))
+                    notes.extend(notes_of(self._options.clips, self._codec, info))
+                    if i in self._measured:
+                        with self._encoders:
+                            notes.extend(rebuilt_note(self._ids[i], pixels, latents, self._codec))
                     yield i, latents, info, condition
-                advance()
+                advance(clip.frames)
 
-        self._decoder.announce([self.files[i] for i in span if i not in self._bad])
-        encoded = samples()
-        first = next(encoded, None)
-        if first is None:
-            return PartContent(skipped=skipped)
-        encoders = {"codec": self._codec, "text_encoder": self._text_encoder}
-        # one more than the samples: the null embedding is in the text shard too
-        with ShardWriter(part, **encoders, samples_per_shard=len(span) + 1, dtype=self._options.output.dtype) as writer:
-            for i, latents, info, condition in chain([first], encoded):
-                writer.add(self._ids[i], latents, self._captions(i)[0], info, condition)
+        with self._decoders.one() as decoder:
+            decoder.announce(self._requests(span))
+            encoded = samples(decoder)
+            first = next(encoded, None)
+            if first is None:
+                return PartContent(skipped=skipped)
+            encoders = {"codec": self._codec, "text_encoder": self._text_encoder}
+            # one more than the samples: the null embedding is in the text shard too
+            shards = {"samples_per_shard": len(span) + 1, "dtype": self._options.output.dtype}
+            with ShardWriter(part, **encoders, **shards) as writer:
+                for i, latents, info, condition in chain([first], encoded):
+                    with self._encoders:
+                        writer.add(self._ids[i], latents, self._captions(i)[0], info, condition)
         return PartContent(skipped=skipped, notes=notes)
 
-    def _encode(self, i: int) -> tuple[Tensor, dict[str, Any], Tensor | None]:
-        """Latents, facts and image condition of a file."""
-        if i in self._bad:
-            raise ValueError(self._bad[i])
-        path, codec = self.files[i], self._codec
-        with _memory_errors(str(path)):
-            clip, info = self._options.clips.cut(path, codec, self._decoder)
-            clip = clip.to(self._options.device)
-            condition = None
-            if isinstance(codec, WanVAE) and self._options.image_condition:
-                condition = codec.image_condition(clip)
-            latents = codec.encode(clip)
+    def _requests(self, span: range) -> list[tuple[Path, int | None, int | None]]:
+        """What will be read for the clips of a range."""
+        used = (i for i in span if i not in self._silent)
+        clips = [clip for clip in map(self.plan.clips.__getitem__, used) if clip.file not in self._bad]
+        return [(self.files[clip.file], *self._options.clips.part(clip.window)) for clip in clips]
+
+    def _encode(self, i: int, decoder: DecoderProcess) -> tuple[Tensor, Tensor, dict[str, Any], Tensor | None]:
+        """Pixels, latents, facts and image condition of a clip."""
+        clip = self.plan.clips[i]
+        if reason := self._bad.get(clip.file) or self._silent.get(i):
+            raise ValueError(reason)
+        path, codec, rules = self.files[clip.file], self._codec, self._options.clips
+        with memory_errors(str(path)):
+            pixels, info = rules.cut(path, codec, decoder, clip.window)
+            if clip.window:
+                info |= {"start": clip.window.start, "resampled": rules.fps is not None, "shots": self._finder.by}
+            with self._encoders:
+                pixels = pixels.to(self._options.device)
+                condition = None
+                if isinstance(codec, WanVAE) and self._options.image_condition:
+                    condition = codec.image_condition(pixels)
+                latents = codec.encode(pixels)
         _, fields = self._captions(i)
-        return latents, {"source": self._names[i], **info, **({"fields": fields} if fields else {})}, condition
-
-
-def _refuse_overlap(videos: Path, out: Path) -> None:
-    inner, outer = out.resolve(), videos.resolve()
-    if inner == outer or outer in inner.parents or inner in outer.parents:
-        raise ValueError(f"the folder of shards {out} and the folder of videos {videos} must not contain each other")
-
-
-def _unusable(problems: Sequence[tuple[str, str]], folder: Path) -> UnusableFiles:
-    _, reason = problems[0]
-    if len(problems) == 1:
-        return UnusableFiles(problems, f"{reason}; --skip-bad leaves it out")
-    message = f"{len(problems)} problems with the files in {folder}, first: {reason}; --skip-bad leaves them out"
-    return UnusableFiles(problems, message)
-
-
-@contextmanager
-def _memory_errors(what: str) -> Iterator[None]:
-    """Convert a failed allocation to a one-line error."""
-    try:
-        yield
-    except (MemoryError, RuntimeError) as error:
-        # torch has no exception type for failed allocations on the CPU
-        if not isinstance(error, MemoryError | torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
-            raise
-        raise OutOfMemory(f"not enough memory to encode {what}: choose a smaller size or fewer frames") from error
-
-
-def _notes(rules: ClipRules, codec: Codec, info: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """(kind, value) notes about an encoded clip, for the summary."""
-    (H, W), (_, height, width), (_, sh, sw) = info["source_size"], info["clip_size"], codec.stride
-    enlarged = max(height / H, width / W)
-    if enlarged > 1:
-        yield "enlarged", enlarged
-    if not rules.sizes and (H // sh, W // sw) != (height // sh, width // sw):
-        yield "cropped", f"{H // sh}x{W // sw} to {height // sh}x{width // sw}"
-
-
-def _describe_notes(notes: Sequence[tuple[str, Any]]) -> list[str]:
-    lines = []
-    enlarged = [value for kind, value in notes if kind == "enlarged"]
-    if enlarged:
-        lines.append(
-            f"enlarged, because the file has fewer pixels: {len(enlarged)}, up to {round(max(enlarged), 1):,g} times"
-        )
-    cropped = Counter(value for kind, value in notes if kind == "cropped")
-    if cropped:
-        shapes = [f"{count} from {shape}" for shape, count in cropped.most_common(_LISTED_SHAPES)]
-        more = ["..."] if len(cropped) > _LISTED_SHAPES else []
-        lines.append(
-            f"latents cropped to divide into the {PATCH}x{PATCH} patches of models: {', '.join(shapes + more)}; "
-            "--size and --buckets choose other sizes"
-        )
-    return lines
-
-
-def sample_ids(names: Sequence[str]) -> list[str]:
-    """A sample id for every relative file name: its stem where that is unique and plain, else with a digest.
-
-    Args:
-        names: relative POSIX paths, each different.
-
-    Returns:
-        ids in the same order; a pure function of the list.
-    """
-    stems = [name.rpartition(".")[0] or name for name in names]
-    plain = [re.sub(r"[^A-Za-z0-9_-]+", "_", stem) for stem in stems]
-    # compared without case: ids may become file names on systems that ignore it
-    uses = Counter(p.lower() for p in plain)
-    ids = []
-    for name, stem, key in zip(names, stems, plain, strict=True):
-        if key != stem or uses[key.lower()] > 1 or len(key) > 64 or key.startswith("__"):
-            digest = hashlib.blake2b(name.encode("utf-8", "surrogateescape"), digest_size=8).hexdigest()
-            key = f"{key.lstrip('_')[:60]}-{digest}"
-        ids.append(key)
-    return ids
+        info = {"source": self._names[clip.file], **info, **({"fields": fields} if fields else {})}
+        return pixels, latents, info, condition

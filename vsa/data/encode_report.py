@@ -8,7 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from vsa.data.captions_page import write_captions_page
+from vsa.data.clip_plan import ClipPlan
 from vsa.data.encode import EncodeOptions, UnusableFiles, encode_folder
+from vsa.data.encode_page import write_page
 from vsa.data.encoders import EncoderChoice
 from vsa.data.prompts import tidy
 from vsa.data.shards import LatentReader
@@ -25,12 +27,18 @@ def encode_and_tell(videos: Path, out: Path, encoders: EncoderChoice, options: E
         options: options of `encode_folder`; the device is also that of the text encoder.
     """
     shared = options.output.world_size > 1
+    plans: list[ClipPlan] = []
+
+    def show_plan(plan: ClipPlan) -> None:
+        plans.append(plan)
+        print(*plan.lines(), sep="\n", flush=True)
+
     options = replace(options, device=usable_device(options.device, rank=options.output.rank))
     codec, text_encoder = encoders.build(options.device)
     if options.output.rank == 0:
         print(encoders.describe_text(text_encoder))
     try:
-        report = encode_folder(videos, out, options, codec=codec, text_encoder=text_encoder)
+        report = encode_folder(videos, out, options, codec=codec, text_encoder=text_encoder, show_plan=show_plan)
     except UnusableFiles as error:
         # the error message itself names a single problem
         if len(error.problems) > 1:
@@ -40,6 +48,9 @@ def encode_and_tell(videos: Path, out: Path, encoders: EncoderChoice, options: E
         print(f"left out {name}: {reason}")
     if not shared:
         index = LatentReader(out).index
+        facts = {"Codec": codec.id, "Text encoder": text_encoder.id}
+        facts |= {"Frame rate": f"{options.clips.fps:g} frames per second"} if options.clips.fps else {}
+        print(f"what it holds: {write_page(out, videos, report, plans[0] if plans else None, facts)}")
         print(index.summary())
         page = write_captions_page(out, codec, device=options.device)
         print(f"to read the captions beside their clips: {page}")
@@ -50,6 +61,8 @@ def encode_and_tell(videos: Path, out: Path, encoders: EncoderChoice, options: E
         return
     shapes = {sample.latent_shape for sample in index.samples.values()}
     if settings := encoders.training_settings(str(out), str(videos), shapes):
+        # clips of a film are held out together
+        settings += ["data.val_by=file"] if options.clips.films else []
         print(f"to train on them: vsa train {shlex.join(settings)}")
     if trigger := tidy(options.trigger):
         prompt = shlex.quote(f"{trigger} ...")

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from vsa.data.bad_samples import BadSampleError
-from vsa.data.clip_rules import ClipRules, clip_size
+from vsa.data.clip_rules import ClipRules, Window, clip_size
 from vsa.data.datamodule import PlanDataModule, ToyOnlineDataModule
+from vsa.data.index import About
 from vsa.data.plan import SampleRef, Shape
 from vsa.data.reconstruction import decibel
 from vsa.data.sample_store import clip_number
@@ -101,12 +102,13 @@ def original(data: PlanDataModule, ref: SampleRef, shape: Shape) -> Tensor | Non
         return render_clip(data.toy.seed, clip_number(ref.id), size=data.toy.size)[0]
     videos: str | None = getattr(data, "videos", None)
     store: Any = data.store
-    source = store.entry(ref.source, ref.id).about.source if videos and hasattr(store, "entry") else None
-    if videos is None or source is None:
+    about: About | None = store.entry(ref.source, ref.id).about if videos and hasattr(store, "entry") else None
+    if videos is None or about is None or about.source is None:
         return None
-    path = Path(videos) / source
-    rules = ClipRules(buckets=(clip_size(data.codec, shape),))
+    path, size = Path(videos) / about.source, clip_size(data.codec, shape)
+    rules = ClipRules(buckets=(size,), fps=about.fps if about.resampled else None)
+    window = Window(about.start, (size.frames, size.height, size.width))
     try:
-        return rules.cut(path, data.codec)[0] if path.is_file() else None
+        return rules.cut(path, data.codec, window=window)[0] if path.is_file() else None
     except (ValueError, OSError):
         return None

@@ -94,12 +94,16 @@ class About:
         fields: further fields of that file in the caption file.
         moments: means and standard deviations of its latents by channel, float32 `[2, C]` in base64.
         fps: frames per second.
+        start: number of its first frame in that file.
+        resampled: whether frames of the file are counted after it was resampled to `fps`.
     """
 
     source: str | None = None
     fields: Mapping[str, str] = field(default_factory=dict)
     moments: str | None = None
     fps: float = USUAL_FPS
+    start: int = 0
+    resampled: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,6 +172,7 @@ class DatasetIndex:
             record.setdefault("latents", []).append([sample.id, latent.offset, latent.size, latent.sha256])
             about = sample.about
             details = {"source": about.source, "fields": dict(about.fields), "moments": about.moments}
+            details |= {"start": about.start, "resampled": about.resampled}
             details["fps"] = about.fps if about.fps != USUAL_FPS else None
             record.setdefault("about", []).append({name: value for name, value in details.items() if value})
             row = [sample.id, text.offset, text.size, text.sha256, sample.captions]
@@ -337,13 +342,15 @@ def _parse(content: dict[str, Any]) -> DatasetIndex:
 
 
 def _about(sample: str, content: dict[str, Any]) -> About:
-    if not content.keys() <= {"source", "fields", "moments", "fps"}:
+    if not content.keys() <= {"source", "fields", "moments", "fps", "start", "resampled"}:
         raise ValueError(f"what is known of {sample} is {sorted(content)}")
     return About(
         source=words(f"{sample}.source", content["source"]) if "source" in content else None,
         fields={str(name): words(f"{sample}.{name}", value) for name, value in content.get("fields", {}).items()},
         moments=words(f"{sample}.moments", content["moments"], most=1 << 20) if "moments" in content else None,
         fps=reals(f"{sample}.fps", [content.get("fps", USUAL_FPS)], positive=True)[0],
+        start=whole(f"{sample}.start", content.get("start", 0), 0, _MOST_BYTES),
+        resampled=content.get("resampled") is True,
     )
 
 

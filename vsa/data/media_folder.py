@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import re
 import unicodedata
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -71,6 +74,28 @@ def media_files(folder: Path, caption_file: Path | None = None) -> MediaFolder:
             "HEIC pictures must be converted)"
         )
     return found
+
+
+def sample_ids(names: Sequence[str]) -> list[str]:
+    """A sample id for every relative file name: its stem where that is unique and plain, else with a digest.
+
+    Args:
+        names: relative POSIX paths, each different.
+
+    Returns:
+        ids in the same order; a pure function of the list.
+    """
+    stems = [name.rpartition(".")[0] or name for name in names]
+    plain = [re.sub(r"[^A-Za-z0-9_-]+", "_", stem) for stem in stems]
+    # compared without case: ids may become file names on systems that ignore it
+    uses = Counter(p.lower() for p in plain)
+    ids = []
+    for name, stem, key in zip(names, stems, plain, strict=True):
+        if key != stem or uses[key.lower()] > 1 or len(key) > 64 or key.startswith("__"):
+            digest = hashlib.blake2b(name.encode("utf-8", "surrogateescape"), digest_size=8).hexdigest()
+            key = f"{key.lstrip('_')[:60]}-{digest}"
+        ids.append(key)
+    return ids
 
 
 def _stem(path: Path) -> str:

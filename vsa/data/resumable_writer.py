@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
+from threading import Event
 from typing import Any, Literal
 
 from vsa.data.index import INDEX_NAME, DatasetIndex, Span, pooled_statistics
@@ -25,6 +26,7 @@ from vsa.errors import refuse_unwritable
 from vsa.files import read_json, write_whole
 from vsa.progress import progress_bar
 from vsa.settings import Count
+from vsa.threads import each_in_threads
 
 _PARTS = "parts"
 _DONE = "done.json"
@@ -75,9 +77,9 @@ class OutputOptions:
             raise ValueError(f"overwrite needs one process, got {self.world_size}: remove the data set first")
 
 
-WritePart = Callable[[Path, range, Callable[[], None]], PartContent]
+WritePart = Callable[[Path, range, Callable[[int], None]], PartContent]
 """Function that writes the samples of a range as a data set to a folder, or nothing if all are bad, and calls its last
-argument after every sample."""
+argument with the work that is done."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,6 +142,8 @@ def write_parts(
     settings: Mapping[str, Any],
     output: OutputOptions,
     title: str,
+    frames: Sequence[int] | None = None,
+    threads: int = 1,
 ) -> PartsReport:
     """Write the parts of this process that are not finished; `join_parts` joins them to a data set.
 
@@ -150,6 +154,8 @@ def write_parts(
         settings: all settings that determine the samples, as JSON values; parts with other settings are an error.
         output: size of the parts, and the share of this process.
         title: title of the progress bar.
+        frames: frames of each sample, which the progress bar counts (None: it counts samples).
+        threads: parts that are written at the same time.
 
     Returns:
         Content of all finished parts, those of other processes included.
@@ -160,10 +166,16 @@ def write_parts(
     _make_room(root, settings, overwrite=output.overwrite)
     pending = pending_parts(root, count=count, settings=settings, output=output)
     mine = parts[output.rank :: output.world_size]
-    total, remaining = (sum(len(span) for _, span in group) for group in (mine, pending))
-    with progress_bar(title, total, done=total - remaining) as advance:
-        for folder, span in pending:
-            _write_part(folder, span, write, settings, partial(advance, 1))
+    total, remaining = (
+        sum(len(span) if frames is None else sum(frames[i] for i in span) for _, span in group)
+        for group in (mine, pending)
+    )
+    with progress_bar(title, total, done=total - remaining, unit="frames" if frames else "") as advance:
+        each_in_threads(
+            lambda part, stop: _write_part(part[0], part[1], write, settings, partial(_advance, advance, stop)),
+            pending,
+            threads,
+        )
     records = [read_json(folder / _DONE, kind=_RECORD) for folder, _ in parts if (folder / _DONE).is_file()]
     return PartsReport(
         samples=sum(part["samples"] for part in records),
@@ -213,6 +225,12 @@ def join_parts(root: str | Path) -> DatasetIndex:
     return whole
 
 
+def _advance(advance: Callable[[int], None], stopping: Event, count: int) -> None:
+    if stopping.is_set():
+        raise RuntimeError("another part failed")
+    advance(count)
+
+
 def _all_parts(root: Path, count: int, output: OutputOptions) -> list[tuple[Path, range]]:
     part_size = output.samples_per_shard
     spans = [range(start, min(start + part_size, count)) for start in range(0, count, part_size)]
@@ -245,7 +263,7 @@ def _differing(root: Path, settings: Mapping[str, Any]) -> list[tuple[str, Any, 
 
 
 def _write_part(
-    folder: Path, span: range, write: WritePart, settings: Mapping[str, Any], advance: Callable[[], None]
+    folder: Path, span: range, write: WritePart, settings: Mapping[str, Any], advance: Callable[[int], None]
 ) -> None:
     if folder.exists():
         shutil.rmtree(folder)

@@ -131,7 +131,8 @@ class ShardWriter:
             latents: `[C, t, h, w]`, not normalised.
             captions: one or more captions.
             info: metadata of the sample (frame rate, size), stored as KEY.json; its "source" (name of a file),
-                "fields" (texts by name) and the "fps" of a clip are also stored in the index.
+                "fields" (texts by name) and the "fps" of a clip are also stored in the index, and for a clip of a film
+                its "start" and whether it is "resampled"; see `About`.
             cond_latents: image condition `[Cc, t, h, w]` for the model; either all samples have one or none has.
         """
         if not valid_id(sample_id) or len(sample_id) > _LONGEST_ID or sample_id == NULL_KEY:
@@ -182,7 +183,9 @@ class ShardWriter:
             source=info.get("source"),
             fields=info.get("fields") or {},
             moments=encoded_moments(latent.float()),
-            fps=info.get("fps", USUAL_FPS) if moving else USUAL_FPS,
+            fps=info.get("fps", USUAL_FPS) if moving or "start" in info else USUAL_FPS,
+            start=info.get("start", 0),
+            resampled=info.get("resampled", False),
         )
         self._samples[sample_id] = shape, len(captions), about
         self._write(f"latents-C{'x'.join(map(str, shape))}", sample_id, fields)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from fractions import Fraction
@@ -43,59 +44,137 @@ MAX_BYTES = 8 * 2**30
 # share of a frame's duration: rounding must not decide between a frame and its successor
 _SLACK = 1e-3
 
+
+def slack(rate: float | None) -> float:
+    """Seconds before its end from which on a picture counts as over, at a frame rate."""
+    return _SLACK / (rate or 1)
+
+
+def instants(end: float, fps: float) -> int:
+    """How many of the instants 0, 1/fps, 2/fps, ... lie before `end` seconds."""
+    count = max(0, math.floor(end * fps) - 1)
+    while count / fps < end:
+        count += 1
+    return count
+
+
 Shown = tuple[av.VideoFrame | Image.Image, View, float]
 """A decoded picture, how it is shown, and until when, in seconds from the first one."""
 
 
-def read_video(path: str | Path, *, frames: int | None = None, fps: float | None = None) -> tuple[Tensor, float]:
-    """The first frames of a video file.
+def read_video(
+    path: str | Path, *, frames: int | None = None, fps: float | None = None, start: int | None = None
+) -> tuple[Tensor, float]:
+    """Frames of a video file, by default from its beginning.
 
     Args:
         path: any container and codec that ffmpeg knows; an image file gives one frame.
         frames: maximum number of frames (None: all).
         fps: frame rate to resample to: every output time takes the latest frame at or before it (None: as stored).
+        start: number of the first frame, after resampling.
 
     Returns:
         uint8 video `[T, H, W, 3]` and its frame rate.
     """
     import torch
 
-    pictures, rate = decode(Path(path), frames=frames, fps=fps)
+    with contextlib.closing(VideoReader(Path(path), fps=fps)) as reader:
+        reader.skip(start or 0)
+        pictures, rate = reader.take(frames)
     return torch.from_numpy(np.stack(pictures)), rate
 
 
-def decode(
-    path: Path, *, frames: int | None = None, fps: float | None = None, threads: int = 1
-) -> tuple[list[np.ndarray], float]:
-    """`read_video`, as T pictures `[H, W, 3]` of one size.
+class VideoReader:
+    """The pictures of a video file in their order; each call goes on where the last one ended.
 
     A decoder is freed by the garbage collector, and its threads would not be there in a process that was forked before,
     so only a process of its own decodes with more `threads` (0: as many as there are cores).
+
+    Args:
+        path, fps: see `read_video`.
+        threads: threads of the decoder.
+
+    Attributes:
+        position: number of the next picture, after resampling.
+        rate: frame rate that the file states, None for an image file.
     """
-    if fps is not None and fps <= 0:
-        raise ValueError(f"fps must be above 0, got {fps}")
-    video: list[np.ndarray] = []
-    last, until = None, 0.0
-    with _shown(path, threads) as (shown, rate):
-        for picture, view, end in shown if fps is None else _resample(shown, _SLACK / (rate or 1), fps):
-            if frames is not None and len(video) == frames:
-                break
-            height, width = view.size(picture.height, picture.width)
-            _refuse_size(path, height, width)
-            if (len(video) + 1) * height * width * 3 > MAX_BYTES:
-                raise ValueError(f"cannot decode video {path}: over {MAX_BYTES >> 30} GiB of frames; ask for fewer")
-            # resampling repeats pictures
-            video.append(video[-1] if picture is last else view.show(stored_pixels(picture)))
-            last, until = picture, end
-    if not video:
-        raise ValueError(f"cannot decode video {path}: it holds no frames")
-    if len({picture.shape for picture in video}) > 1:
-        raise ValueError(f"cannot decode video {path}: the frame size changes inside the file")
-    if fps is None:
+
+    def __init__(self, path: Path, *, fps: float | None = None, threads: int = 1) -> None:
+        if fps is not None and fps <= 0:
+            raise ValueError(f"fps must be above 0, got {fps}")
+        self.position, self._path, self._fps, self._end = 0, path, fps, 0.0
+        self._stack = contextlib.ExitStack()
+        shown, self.rate = self._stack.enter_context(_shown(path, threads))
+        self._pictures = iter(shown if fps is None else _resample(shown, slack(self.rate), fps))
+
+    def close(self) -> None:
+        """Close the file."""
+        self._stack.close()
+
+    def skip(self, start: int, *, seconds: float = math.inf) -> bool:
+        """Pass over the pictures before number `start`; returns whether that took less than `seconds`."""
+        with self._reading():
+            for _ in self._next(start - self.position, seconds):
+                pass
+        return self.position >= start
+
+    def take(self, frames: int | None = None) -> tuple[list[np.ndarray], float]:
+        """At most `frames` pictures `[H, W, 3]` of one size, all without a number, and their frame rate."""
+        path, begin, video = self._path, self._end, list[np.ndarray]()
+        last = None
+        with self._reading():
+            for picture, view in self._next(math.inf if frames is None else frames):
+                height, width = view.size(picture.height, picture.width)
+                _refuse_size(path, height, width)
+                if (len(video) + 1) * height * width * 3 > MAX_BYTES:
+                    raise ValueError(f"cannot decode video {path}: over {MAX_BYTES >> 30} GiB of frames; ask for fewer")
+                # resampling repeats pictures
+                video.append(video[-1] if picture is last else view.show(stored_pixels(picture)))
+                last = picture
+        if not video:
+            what = f"it ends before frame {self.position + 1}" if self.position else "it holds no frames"
+            raise ValueError(f"cannot decode video {path}: {what}")
+        if len({picture.shape for picture in video}) > 1:
+            raise ValueError(f"cannot decode video {path}: the frame size changes inside the file")
+        rate, length = self.rate, self._end - begin
+        if self._fps is not None:
+            return video, self._fps
         # of a variable rate the mean
-        constant = rate is not None and abs(until * rate - len(video)) < 0.5
-        fps = rate if constant else len(video) / until if rate or len(video) > 1 else 1.0
-    return video, fps or 1.0
+        constant = rate is not None and abs(length * rate - len(video)) < 0.5
+        return video, (rate if constant else len(video) / length if rate or len(video) > 1 else 1.0) or 1.0
+
+    def thumbnails(self, frames: int, *, seconds: float = math.inf) -> tuple[list[np.ndarray], list[float]]:
+        """At most `frames` pictures `[27, 48, 3]` as shown, squeezed to that size, and until when each is shown, in s.
+
+        Less are returned after `seconds`, none at the end of the file.
+        """
+        small, ends = list[np.ndarray](), list[float]()
+        with self._reading():
+            for picture, view in self._next(frames, seconds):
+                height, width = (48, 27) if view.transpose else (27, 48)
+                if isinstance(picture, Image.Image):
+                    pixels = np.asarray(picture.convert("RGB").resize((width, height)))
+                else:
+                    pixels = picture.to_ndarray(format="rgb24", width=width, height=height)
+                small.append(view._replace(aspect=1.0).show(pixels))
+                ends.append(self._end)
+        return small, ends
+
+    @contextlib.contextmanager
+    def _reading(self) -> Iterator[None]:
+        """An error of the block closes the file and is told with its name."""
+        with self._stack.pop_all() as stack:
+            yield
+            self._stack = stack.pop_all()
+
+    def _next(self, count: float, seconds: float = math.inf) -> Iterator[tuple[av.VideoFrame | Image.Image, View]]:
+        """At most `count` pictures, and none after the first that took too long."""
+        over = time.monotonic() + seconds
+        while count > 0 and (item := next(self._pictures, None)) is not None:
+            picture, view, self._end = item
+            self.position += 1
+            yield picture, view
+            count = count - 1 if time.monotonic() < over else 0
 
 
 def probe_video(path: str | Path, *, fps: float | None = None) -> tuple[int | None, int, int]:

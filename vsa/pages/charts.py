@@ -36,6 +36,7 @@ class Series:
         low, high: a band around y, or error bars of points; None for neither.
         colour: index of the colour.
         points: whether points are drawn instead of a line.
+        bars: whether bars are drawn instead of a line.
         dashed: whether the line is dashed.
         faint: whether the line is thin and transparent.
         labels: hover text of each point; empty for the name.
@@ -48,6 +49,7 @@ class Series:
     high: np.ndarray | None = None
     colour: int = 0
     points: bool = False
+    bars: bool = False
     dashed: bool = False
     faint: bool = False
     labels: Sequence[str] = ()
@@ -178,6 +180,9 @@ def _draw_series(axes: Axes, panel: Panel) -> None:
             axes.errorbar(series.x, series.y, yerr=error, fmt=marker, color=colour, capsize=3, label=label)
         elif series.points:
             axes.plot(series.x, series.y, marker, color=colour, label=label)
+        elif series.bars:
+            width = 0.9 * float(np.diff(series.x).min()) if len(series.x) > 1 else 1.0
+            axes.bar(series.x, series.y, width, color=colour, label=label)
         else:
             picked = thinned(len(series.x), 2000)
             # markers for short curves
@@ -265,7 +270,7 @@ def _positive(values: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def _traces(series: Series, points: int, *, visible: bool) -> list[dict[str, Any]]:
-    picked = np.arange(len(series.x)) if series.points else thinned(len(series.x), points)
+    picked = np.arange(len(series.x)) if series.points or series.bars else thinned(len(series.x), points)
     colour, symbol = COLOURS[series.colour % len(COLOURS)], list(_MARKERS.values())[_marker(series)]
     x = _numbers(series.x[picked])
     # the legend of the page shows `label` as plain text
@@ -292,6 +297,8 @@ def _traces(series: Series, points: int, *, visible: bool) -> list[dict[str, Any
         low = common | edge | {"y": _numbers(series.low[picked])}
         high = common | edge | {"y": _numbers(series.high[picked]), "fill": "tonexty", "fillcolor": f"{colour}2e"}
         bands = [low, high]
+    if series.bars:
+        main |= {"type": "bar", "marker": {"color": colour}}
     if series.points:
         main |= {"mode": "markers", "marker": {"size": 9, "color": colour, "symbol": symbol}}
     return [*bands, main]

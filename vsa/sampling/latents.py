@@ -256,7 +256,7 @@ def write_latents(
 
     again = repetitions(prompts)
 
-    def write(part: Path, span: range, advance: Callable[[], None]) -> PartContent:
+    def write(part: Path, span: range, advance: Callable[[int], None]) -> PartContent:
         # one more than the samples: the null embedding is in the text shard too
         encoders = {"codec": teacher.codec, "text_encoder": teacher.text_encoder}
         with ShardWriter(part, **encoders, samples_per_shard=len(span) + 1, dtype=output.dtype) as writer:
@@ -268,7 +268,7 @@ def write_latents(
                 for (n, i), noise_seed, row in zip(clips, seeds, latents, strict=True):
                     info = {"prompt_index": n, "clip_index": i, "noise_seed": noise_seed, "teacher": teacher.record}
                     writer.add(f"gen-{n:07d}-{i:03d}", row, [prompts[n]], info)
-                    advance()
+                    advance(1)
         return PartContent()
 
     digest = hashlib.sha256("\n".join(prompts).encode()).hexdigest()[:12]
