@@ -171,7 +171,7 @@ def test_the_page_has_every_caption_beside_its_clip(tmp_path: Path) -> None:
     encode_folder(tmp_path / "v", tmp_path / "s", trigger="sks", text_encoder=HashedNgramEncoder(max_tokens=3))
     page = write_captions_page(tmp_path / "s", HaarCodec()).read_text(encoding="utf-8")
     assert page.count("data:image/gif") == 2
-    assert "a.mp4: sks one &lt;b&gt; / sks two two two" in page
+    assert "a: sks one &lt;b&gt; / sks two two two" in page
     cells = re.findall(r"<td[^>]*>([^<]*)</td>", page.partition("<h2>Captions</h2>")[2])
     expected = [("a", "sks one &lt;b&gt;", "3"), ("a", "sks two two two", "3"), ("b", "sks three", "2")]
     assert [tuple(cells[i : i + 3]) for i in range(0, len(cells), 3)] == expected

@@ -55,7 +55,7 @@ def write_captions_page(folder: Path, codec: Codec, *, device: str = "cpu") -> P
                 clip = codec.decode(latents[:, :1] if isinstance(codec, WanVAE) else latents)
             write_gif(picture, _small(clip.cpu()), fps=4)
             words = " / ".join(caption for caption, _ in texts[sample.id])
-            rows[f"{sample.about.source or sample.id}: {words}"] = [picture]
+            rows[f"{sample.id}: {words}"] = [picture]
         note = "As a model learns them: decoded from the latents. Several captions of a clip are separated by strokes."
         headings = [("clip", f"{len(rows)} of {len(samples):,}")]
         page.clips("Clips", note, Clips(first="caption", headings=headings, rows=rows, left_out=0))
