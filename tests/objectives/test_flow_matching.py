@@ -1,6 +1,8 @@
-"""The losses of finetuning, by their formulas."""
+"""Losses of flow matching and of finetuning, by their formulas."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,7 +10,7 @@ import torch
 from tests.objectives.small_nets import make_batch, make_net, sparse_attention
 from vsa.attention.full import FullAttention
 from vsa.diffusion.flow_matching import FlowShift
-from vsa.objectives.flow_matching import FinetuneLoss, attention_outputs
+from vsa.objectives.flow_matching import FinetuneLoss, FlowMatchingLoss, attention_outputs
 
 
 def test_the_parts_of_the_loss_are_what_they_say():
@@ -91,3 +93,67 @@ def test_collected_attention_outputs_carry_gradients(level):
 def test_impossible_weights_are_refused(settings, message):
     with pytest.raises(ValueError, match=message):
         FinetuneLoss(shift=FlowShift(kind="constant", value=1.0), **settings)
+
+
+def test_a_given_first_frame_is_clean_at_timestep_0_and_in_no_loss():
+    model, shift = make_net(sparse_attention), FlowShift(kind="constant", value=2.0)
+    batch, latents = make_batch()
+    plain = FlowMatchingLoss(shift=shift).noised(model, batch, latents, seed=3)
+    loss = FinetuneLoss(shift=shift, velocity=0.5, first_frame=0.5)
+    # a seed whose draws give the first frame of one of the two samples
+    seed, noised = next(
+        (seed, noised)
+        for seed in range(100)
+        if (noised := loss.noised(model, batch, latents, seed=seed)).given.tolist() == [False, True]
+    )
+    plain = FlowMatchingLoss(shift=shift).noised(model, batch, latents, seed=seed)
+    assert torch.equal(noised.x_t[0], plain.x_t[0])
+    assert torch.equal(noised.x_t[1, :, 0], latents[1, :, 0])
+    assert torch.equal(noised.x_t[1, :, 1:], plain.x_t[1, :, 1:])
+    # 3 x 4 x 3 tokens
+    expected = plain.timestep[:, None].repeat(1, 36)
+    expected[1, :12] = 0
+    assert torch.equal(noised.timestep, expected)
+
+    teacher = make_net(FullAttention, seed=1)
+    velocity, theirs = (
+        net(noised.x_t, noised.timestep, batch.text, batch.text_mask, **own).detach().requires_grad_()
+        for net, own in ((model, {"topk": 2}), (teacher, {}))
+    )
+    for target in (noised.target, theirs):
+        per_frame = (velocity - target).double().square().mean((1, 3, 4))
+        torch.testing.assert_close(
+            noised.mse(velocity, target).double(),
+            torch.stack([per_frame[0].mean(), per_frame[1, 1:].mean()]),
+            rtol=1e-5,
+            atol=0,
+        )
+        # the control: over all frames
+        assert (per_frame[1].mean() / per_frame[1, 1:].mean() - 1).abs() > 1e-3
+    (grad,) = torch.autograd.grad(noised.mse(velocity, noised.target).sum(), velocity)
+    assert grad[1, :, 0].eq(0).all()
+    assert grad[1, :, 1:].ne(0).any()
+    assert grad[0, :, 0].ne(0).any()
+    parts = loss.mixed(model, teacher, batch, noised, topk=2).parts
+    torch.testing.assert_close(parts["data"], noised.mse(velocity, noised.target), rtol=1e-5, atol=0)
+    torch.testing.assert_close(parts["velocity"], noised.mse(velocity, theirs), rtol=1e-5, atol=0)
+
+
+def test_first_frames_are_drawn_by_their_share_and_never_of_images():
+    model, (batch, latents) = make_net(FullAttention), make_batch()
+    many = replace(batch, num_slots=4000, slots=torch.arange(4000), seeds=torch.arange(4000))
+    small = latents[:1, :, :, :2, :2].expand(4000, -1, -1, -1, -1)
+    loss = FlowMatchingLoss(shift=FlowShift(), first_frame=0.3)
+    given = loss.noised(model, many, small, seed=0).given
+    # five standard deviations
+    assert abs(given.float().mean() - 0.3) < 5 * (0.3 * 0.7 / 4000) ** 0.5
+    # a part of the batch draws what the whole of it does
+    part = replace(many, slots=many.slots[7:19], seeds=many.seeds[7:19])
+    assert torch.equal(loss.noised(model, part, small[7:19], seed=0).given, given[7:19])
+    image = loss.noised(model, batch, latents[:, :, :1], seed=0)
+    assert image.given is None
+    assert image.timestep.shape == (2,)
+    none = FlowMatchingLoss(shift=FlowShift()).noised(model, batch, latents, seed=0)
+    assert none.given is None
+    with pytest.raises(ValueError, match=r"first_frame=1.0: expected"):
+        FlowMatchingLoss(shift=FlowShift(), first_frame=1.0)

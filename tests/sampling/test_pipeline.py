@@ -34,6 +34,7 @@ from vsa.sampling.pipeline import (
 )
 
 LATENT_SHAPE = (16, 4, 8, 8)
+STEPS = (1000.0, 757.0, 522.0)
 PROMPTS = ["a red circle moving left slowly", "a blue square moving up", "", "a green cross moving down quickly"]
 
 
@@ -223,6 +224,41 @@ def test_a_perfect_model_gives_the_clip_of_its_prompt(run: SamplingPipeline):
         assert score_clip(video, prompt) == {"colour": True, "direction": True, "shape": True}
 
 
+class Still(nn.Module):
+    """A velocity field that repeats the first latent frame, and refuses one that is not clean at timestep 0."""
+
+    def __init__(self, run: SamplingPipeline, first: Tensor):
+        super().__init__()
+        self.inner, self.first = run.model, first
+
+    def grid(self, shape: tuple[int, ...]) -> tuple[int, int, int]:
+        return self.inner.grid(shape)
+
+    def forward(
+        self, x: Tensor, timestep: Tensor, text: Tensor, mask: Tensor, *, topk: int, denoising: object
+    ) -> Tensor:
+        t, h, w = self.grid(x.shape[1:])
+        times = timestep.view(-1, t, h, w)
+        assert times[:, 0].eq(0).all()
+        assert times[:, 1:].gt(0).all()
+        assert all(torch.equal(row[:, :1], self.first) for row in x)
+        return (x - self.first) / (times[:, -1, 0, 0] / 1000).view(-1, 1, 1, 1, 1)
+
+
+@pytest.mark.parametrize("steps", [None, STEPS])
+def test_a_clip_continues_its_first_frame(run: SamplingPipeline, steps):
+    picture = render_clip(3, 0, size=(16, 64, 64))[0][0]
+    first = run.statistics.normalise(run.codec.encode(picture[None])[None])[0]
+    still = replace(run, model=cast(VideoDiT, Still(run, first)), step_list=steps, continues=True)
+    how = {"steps": 3, "guidance": 2.0} if steps is None else {}
+    settings = replace(run, step_list=steps).settings(**how)
+    videos = generate(still, PROMPTS[:2], settings, pictures=[picture, picture])
+    shown = run.codec.decode(run.codec.encode(picture[None].repeat(4, 1, 1, 1)))
+    assert (videos.unflatten(1, (4, 4)).int() - shown.int()).abs().max() <= 1
+    with pytest.raises(ValueError, match="first_frame=0: it cannot continue a first frame"):
+        generate(run, PROMPTS[:1], settings, pictures=[picture])
+
+
 def test_decode_undoes_the_normalisation(run: SamplingPipeline):
     video = render_clip(0, 0, size=(16, 64, 64))[0]
     raw = run.codec.encode(video)
@@ -290,8 +326,6 @@ def test_load_run_refuses_what_cannot_work(tmp_path: Path, tiny_run_dir: Path, t
 
 
 # distilled generators
-
-STEPS = (1000.0, 757.0, 522.0)
 
 
 @pytest.fixture(scope="module")

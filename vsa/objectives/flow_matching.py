@@ -1,6 +1,6 @@
 """Objectives of pretraining and finetuning: flow matching on data, and matching of a dense teacher.
 
-B samples of a micro-batch, C T H W latent dims, L tokens.
+B samples of a micro-batch, C T H W latent dims, L tokens, t h w tokens along time, height and width.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from vsa.data.batch import VideoBatch
 from vsa.diffusion import flow_matching as fm
 from vsa.models.forward_hooks import capture_outputs
 from vsa.models.network import Network
-from vsa.settings import NonNegative, Positive, validated
+from vsa.noise import mixed_generator
+from vsa.settings import NonNegative, Positive, ShareBelowOne, validated
 from vsa.transfer import copy_async
 
 VALIDATION_SEED = 7919
@@ -50,11 +51,12 @@ class NoisedBatch:
 
     Args:
         x_t: `[B, C, T, H, W]` noised latents.
-        timestep: `[B]`, in 0..1000.
+        timestep: `[B]`, in 0..1000, or `[B, L]` where first frames may be given.
         target: `[B, C, T, H, W]` velocity.
         weights: see `LossTerms`.
         sigmas: see `LossTerms`.
         total_weight: see `LossTerms`.
+        given: bool `[B]`, samples whose first latent frame is clean in `x_t` and counts in no loss; None: of none.
     """
 
     x_t: Tensor
@@ -63,6 +65,16 @@ class NoisedBatch:
     weights: Tensor
     sigmas: Tensor
     total_weight: float
+    given: Tensor | None = None
+
+    def mse(self, velocity: Tensor, target: Tensor) -> Tensor:
+        """Mean squared error `[B]` of velocities `[B, C, T, H, W]` over all latent frames but given ones."""
+        if self.given is None:
+            return fm.sample_mse(velocity, target)
+        frames = velocity.shape[2]
+        known = fm.first_frames(self.given, frames)
+        share = 1 - self.given.float() / frames
+        return fm.sample_mse(torch.where(known, target, velocity), target) / share
 
     def terms(self, mse: Tensor, **parts: Tensor) -> LossTerms:
         """Loss terms with per-sample losses `[B]`."""
@@ -80,6 +92,10 @@ class FlowMatchingLoss:
         logit_std: standard deviation of the normal distribution of `logit_normal`.
         shift: flow shift as a function of the token count.
         weighting: name of the per-timestep weight.
+        first_frame: share of the samples whose first latent frame is given: clean, at timestep 0 and out of the loss,
+            in validation too. Such a model continues a picture (`vsa sample --first-frame`), and samples captions
+            alone. Clips of one latent frame are never given. As Wan2.2-TI2V-5B reads its first frame
+            (`expand_timesteps` of diffusers' WanPipeline).
     """
 
     shift: fm.FlowShift
@@ -87,11 +103,12 @@ class FlowMatchingLoss:
     logit_mean: float = 0.0
     logit_std: Positive = 1.0
     weighting: Literal["uniform", "sigma_sqrt", "cosmap"] = "uniform"
+    first_frame: ShareBelowOne = 0.0
 
     def __call__(self, model: Network, batch: VideoBatch, noised: NoisedBatch, *, topk: KeptTiles) -> LossTerms:
         """Loss terms of a micro-batch."""
         velocity = model(noised.x_t, noised.timestep, **batch.conditions, topk=topk)
-        return noised.terms(fm.sample_mse(velocity, noised.target))
+        return noised.terms(noised.mse(velocity, noised.target))
 
     def progress_share(self, start: float, stop: float, num_tokens: int) -> float:
         """Share of training samples whose denoising progress is in a range, on a grid of `num_tokens` tokens."""
@@ -122,9 +139,20 @@ class FlowMatchingLoss:
         sigmas = all_sigmas[batch.slots]
         noise = fm.noise_like(latents, batch.seeds, batch.noise)
         sigma = copy_async(sigmas.float(), latents.device)
+        x_t, timestep, given = fm.add_noise(latents, noise, sigma), fm.to_timestep(sigma), None
+        if self.first_frame > 0 and latents.shape[2] > 1:
+            if model.patch_size[0] > 1:
+                raise ValueError(
+                    f"task.objective.first_frame={self.first_frame} needs tokens of one latent frame, but the patch "
+                    f"is {list(model.patch_size)}"
+                )
+            drawn = torch.rand(batch.num_slots, generator=mixed_generator("first_frame", seed, batch.step))
+            given = copy_async(drawn[batch.slots] < self.first_frame, latents.device)
+            x_t, timestep = fm.give_first_frame(x_t, timestep, latents[:, :, :1], model.grid(latents.shape[1:]), given)
         return NoisedBatch(
-            x_t=fm.add_noise(latents, noise, sigma),
-            timestep=fm.to_timestep(sigma),
+            x_t=x_t,
+            timestep=timestep,
+            given=given,
             target=fm.velocity_target(latents, noise),
             weights=copy_async(fm.loss_weights(sigmas, self.weighting).float(), latents.device),
             sigmas=sigmas,
@@ -169,11 +197,11 @@ class FinetuneLoss(FlowMatchingLoss):
         """Weighted sum of the terms of a micro-batch, and each term."""
         with attention_outputs(model, self.attention > 0) as outputs:
             velocity = model(noised.x_t, noised.timestep, **batch.conditions, topk=topk)
-        parts = {"data": fm.sample_mse(velocity, noised.target)}
+        parts = {"data": noised.mse(velocity, noised.target)}
         if teacher is not None:
             with torch.no_grad(), attention_outputs(teacher, self.attention > 0) as expected:
                 target = teacher(noised.x_t, noised.timestep, **batch.conditions)
-            parts["velocity"] = fm.sample_mse(velocity, target)
+            parts["velocity"] = noised.mse(velocity, target)
             if self.attention > 0:
                 shape, device = noised.x_t.shape[1:], noised.x_t.device
                 raster, teacher_raster = (net.layout_for(shape, device).unpermute for net in (model, teacher))

@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from vsa.attention.denoising import DenoisingPlan
 from vsa.checkpoints.weight_source import Group
 from vsa.config import attention_config
+from vsa.data.clip_rules import ClipRules, clip_size
 from vsa.data.prompts import read_prompts, tidy
 from vsa.data.text import describe_cut
 from vsa.errors import refuse_unwritable, usable_device
@@ -55,6 +57,18 @@ def _free_folder(named: Path | None, usual: Path) -> Path:
     return folder
 
 
+def _first_frames(files: Sequence[Path], prompts: int, run: SamplingPipeline, shape: Sequence[int]) -> list[Tensor]:
+    """First frames uint8 `[H, W, 3]` for N prompts from pictures or videos, in the pixels of latents `[C, T, H, W]`."""
+    if not files:
+        return []
+    if len(files) not in (1, prompts):
+        raise ValueError(f"expected --first-frame once or once for each of {prompts} prompts, got {len(files)}")
+    size = clip_size(run.codec, shape)
+    rules = ClipRules(size=(size.height, size.width), frames=1)
+    pictures = [rules.cut(file, run.codec)[0][0] for file in files]
+    return pictures * (prompts if len(files) == 1 else 1)
+
+
 def _clips_in(folder: Path) -> list[Path]:
     return [path for name in ("samples.json", "contact_sheet.png", "*.mp4") for path in folder.glob(name)]
 
@@ -67,6 +81,7 @@ def sample_run(
     fps: float | None = None,
     device: str | None = None,
     weights: Group | None = None,
+    first_frame: Sequence[Path] = (),
     attention: Callable[[SamplingPipeline, str, SampleSettings, Path], Any] | None = None,
     **settings: Any,
 ) -> Path:
@@ -80,6 +95,7 @@ def sample_run(
         fps: frame rate of the files; None: that of the run's clips.
         device: device of the model; None: a GPU if there is one.
         weights: averaged or trained weights; None: averaged ones if there are any.
+        first_frame: picture files, one for each prompt or one for all, that the clips continue.
         attention: function that draws the tiles that the first clip attends to
             (`vsa.evaluation.attention_map.draw_attention`).
         settings: arguments of `SamplingPipeline.settings`.
@@ -89,9 +105,13 @@ def sample_run(
     sample_settings = loaded.settings(**settings)
     if cut := describe_cut(loaded.text_encoder, prompts):
         print(cut)
+    pictures = _first_frames(first_frame, len(prompts), loaded, sample_settings.latent_shape)
     with progress_bar("sampling", len(prompts) * sample_settings.steps) as advance:
-        videos = generate(loaded, prompts, sample_settings, advance)
-    write_clips(out, prompts, videos, settings_dict(sample_settings, loaded), fps=fps or loaded.fps)
+        videos = generate(loaded, prompts, sample_settings, advance, pictures)
+    record = dict(settings_dict(sample_settings, loaded))
+    if pictures:
+        record["first_frame"] = [str(path) for path in first_frame]
+    write_clips(out, prompts, videos, record, fps=fps or loaded.fps)
     if attention is not None:
         attention(loaded, prompts[0], sample_settings, out / "attention.png")
     return out

@@ -30,7 +30,7 @@ from vsa.data.batch import TextPadding, pad_text
 from vsa.data.codecs import Codec
 from vsa.data.index import USUAL_FPS
 from vsa.data.text import TextEncoder
-from vsa.diffusion.flow_matching import FlowShift, noise_like
+from vsa.diffusion.flow_matching import FlowShift, give_first_frame, noise_like
 from vsa.diffusion.latent_statistics import LatentStatistics
 from vsa.diffusion.rollout import rollout_noise
 from vsa.diffusion.sampler import euler_sigmas, guide, sample_euler, sample_few_step
@@ -62,6 +62,7 @@ class SamplingPipeline:
             list, whose config describes the sampling of its teacher.
         fps: frames per second of its clips.
         step_list: timesteps of a distilled generator; None for a model that needs many steps.
+        continues: whether the model was trained to continue a first frame.
     """
 
     model: Network
@@ -79,6 +80,7 @@ class SamplingPipeline:
     sampling: Mapping[str, Any] = field(default_factory=dict)
     fps: float = USUAL_FPS
     step_list: tuple[float, ...] | None = None
+    continues: bool = False
 
     @property
     def device(self) -> torch.device:
@@ -212,6 +214,7 @@ def load_run(
         sampling={**sampling_of(config), **({} if exported is None else sampling_of_export(exported))},
         fps=((config.get("callbacks") or {}).get("samples") or {}).get("fps") or state.get("fps", USUAL_FPS),
         step_list=source.step_list,
+        continues=config["task"]["objective"].get("first_frame", 0) > 0,
     )
 
 
@@ -268,6 +271,7 @@ def sample_latents(
     seeds: Tensor,
     settings: SampleSettings,
     progress: ProgressFn | None = None,
+    first: Tensor | None = None,
 ) -> Tensor:
     """Sample normalised latents of one batch of prompts, by Euler steps or at a step list, with guidance.
 
@@ -280,6 +284,7 @@ def sample_latents(
         seeds: int64 `[B]` noise seeds.
         settings: sampling settings; `batch_size` and `seed` are not used.
         progress: function called with B after every step.
+        first: normalised first latent frames `[B, C, 1, H, W]` to continue; None: captions alone.
 
     Returns:
         float32 `[B, C, T, H, W]` on the model's device.
@@ -295,6 +300,8 @@ def sample_latents(
     def velocity(x: Tensor, timestep: Tensor) -> Tensor:
         step, t = next(passes)
         now = denoising.at(step, progress_of(t), conditional="first" if guided else None)
+        if first is not None:
+            x, timestep = give_first_frame(x, timestep, first, model.grid(settings.latent_shape), every)
         if not guided:
             return model(x, timestep, text, mask, topk=settings.topk, denoising=now).float()
         x, timestep = torch.cat([x, x]), torch.cat([timestep, timestep])
@@ -302,11 +309,14 @@ def sample_latents(
         return guide(cond, uncond, settings.guidance)
 
     noise = noise_like(torch.empty(len(prompts), *settings.latent_shape, device=device), seeds)
+    every = torch.ones(len(prompts), dtype=torch.bool, device=device)
     on_step = None if progress is None else (lambda i, x: progress(len(prompts)))
     if settings.step_list is None:
-        return sample_euler(velocity, noise, euler_sigmas(settings.steps, settings.flow_shift), on_step)
-    fresh = partial(rollout_noise, noise, seeds)
-    return sample_few_step(velocity, noise, settings.step_list, fresh=fresh, on_step=on_step)
+        latents = sample_euler(velocity, noise, euler_sigmas(settings.steps, settings.flow_shift), on_step)
+    else:
+        fresh = partial(rollout_noise, noise, seeds)
+        latents = sample_few_step(velocity, noise, settings.step_list, fresh=fresh, on_step=on_step)
+    return latents if first is None else torch.cat([first.to(latents), latents[:, :, 1:]], dim=2)
 
 
 def decode_latents(codec: Codec, latents: Tensor, statistics: LatentStatistics) -> Tensor:
@@ -315,7 +325,11 @@ def decode_latents(codec: Codec, latents: Tensor, statistics: LatentStatistics) 
 
 
 def generate(
-    run: SamplingPipeline, prompts: Sequence[str], settings: SampleSettings, progress: ProgressFn | None = None
+    run: SamplingPipeline,
+    prompts: Sequence[str],
+    settings: SampleSettings,
+    progress: ProgressFn | None = None,
+    pictures: Sequence[Tensor] = (),
 ) -> Tensor:
     """Videos for prompts; a clip depends on its prompt, its repetition number and the settings, not on other prompts.
 
@@ -324,17 +338,25 @@ def generate(
         prompts: N captions.
         settings: settings from `SamplingPipeline.settings`.
         progress: function called after every sampler step with the number of clips it advanced; N * steps in all.
+        pictures: uint8 `[H, W, 3]` in the size of the clips, the first frame of each clip; empty: captions alone.
 
     Returns:
         uint8 `[N, T, H, W, 3]`.
     """
     if not prompts:
         raise ValueError("expected at least one prompt, got none")
+    if pictures and not run.continues:
+        raise ValueError(
+            f"{run.source} was trained with task.objective.first_frame=0: it cannot continue a first frame"
+        )
+    first = [run.codec.encode(picture[None].to(run.device)) for picture in pictures]
+    known = run.statistics.normalise(torch.stack(first)) if first else None
     seeds = clip_seeds(settings.seed, prompts)
     videos = []
     for start in range(0, len(prompts), settings.batch_size):
         part = slice(start, start + settings.batch_size)
-        latents = sample_latents(run.model, run.text_encoder, prompts[part], seeds[part], settings, progress)
+        given = None if known is None else known[part]
+        latents = sample_latents(run.model, run.text_encoder, prompts[part], seeds[part], settings, progress, given)
         videos.append(decode_latents(run.codec, latents, run.statistics))
     return torch.cat(videos)
 
