@@ -323,3 +323,18 @@ def test_clips_are_shown_at_the_rate_of_the_data(training, tmp_path, capsys):
         out = sample_run(folder, [long_prompt], out=tmp_path / run, steps=1, device="cpu")
         assert record_of(out)["fps"] == fps
         assert "1 of 1 captions are cut after 16 tokens and lose 4 in the mean" in capsys.readouterr().out
+
+
+def test_a_trained_run_continues_a_picture(training, tmp_path):
+    training("trainer.max_steps=2", "task.objective.first_frame=0.5")
+    colour = np.full((50, 80, 3), (200, 40, 40), np.uint8)
+    Image.fromarray(colour).save(tmp_path / "red.png")
+    options = {"steps": 1, "device": "cpu", "first_frame": [tmp_path / "red.png"]}
+    out = sample_run(training.folder(), PROMPTS, out=tmp_path / "clips", **options)
+    assert record_of(out)["first_frame"] == [str(tmp_path / "red.png")]
+    with Image.open(sorted(out.glob("*.gif"))[0]) as clip:
+        # colours of a GIF are rounded
+        assert np.abs(np.asarray(clip.convert("RGB"), int) - colour[0, 0]).max() < 20
+    options["first_frame"] *= 2
+    with pytest.raises(ValueError, match="--first-frame once or once for each of 3 prompts, got 2"):
+        sample_run(training.folder(), [*PROMPTS, "x"], out=tmp_path / "more", **options)
