@@ -61,7 +61,8 @@ def write_captions_page(folder: Path, codec: Codec, *, device: str = "cpu") -> P
         page.clips("Clips", note, Clips(first="caption", headings=headings, rows=rows, left_out=0))
     entries = [(name, caption, f"{len(states)}") for name, found in texts.items() for caption, states in found]
     note = (
-        f"Tokens are those that the encoder keeps; {encoder.max_tokens} of them may be the start of a longer caption."
+        f"{len(listed):,} of {len(samples):,} clips. Tokens are those that the encoder keeps; {encoder.max_tokens} "
+        "of them may be the start of a longer caption."
     )
     page.table(Table(["clip", "caption", "tokens"], entries, title="Captions", note=note, long=(1,)))
     return page.write("vsa encode with the captions corrected and --overwrite writes both anew")
