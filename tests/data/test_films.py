@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
+from typing import get_args
 
 import av
 import numpy as np
@@ -18,6 +19,7 @@ import vsa.data.shots as shots_module
 from tests.data.encoding import encode_folder
 from tests.data.media import corners, write
 from tests.tiny_runs import vsa_command
+from vsa.cli.encode import Shots
 from vsa.data.buckets import Bucket
 from vsa.data.clip_rules import ClipRules, Window
 from vsa.data.codecs import HaarCodec
@@ -26,7 +28,7 @@ from vsa.data.encode import UnusableFiles
 from vsa.data.examples import original
 from vsa.data.plan import SampleRef
 from vsa.data.shards import LatentReader
-from vsa.data.shots import Film, Shot, ShotFinder, _TransNet
+from vsa.data.shots import Film, Shot, ShotFinder, ShotsBy, _TransNet
 from vsa.data.text import HashedNgramEncoder
 from vsa.data.video_files import VideoReader, probe_video, read_video
 
@@ -372,6 +374,23 @@ def test_cuts_between_photographs(tmp_path: Path, decoder: DecoderProcess, by: s
     # the package of the network would seed and set this process
     assert torch.equal(state[0], torch.get_rng_state())
     assert state[1] == torch.are_deterministic_algorithms_enabled()
+
+
+@pytest.mark.usefixtures("in_process")
+def test_videos_that_are_longer_than_their_clip_are_told(films: Path, tmp_path: Path) -> None:
+    plans = []
+    encode(films, tmp_path / "out", shots=None, frames=8, show_plan=plans.append)
+    assert [*plans[0].lines()] == [
+        "       2 clips of 32x48x8 (height x width x frames)",
+        "       1 clips of 32x48x1 (height x width x frames)",
+        "only the start of each video is taken, 17 of 83 frames: --clips-per-film takes more",
+    ]
+    with pytest.raises(ValueError, match="workers must be at least 1, got 0"):
+        encode(films, tmp_path / "other", frames=8, workers=0)
+
+
+def test_the_command_knows_every_finder() -> None:
+    assert get_args(Shots) == get_args(ShotsBy)
 
 
 def test_the_command_says_what_it_does_and_leaves_a_page(films: Path, tmp_path: Path, capsys) -> None:

@@ -6,8 +6,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
 from tests.pages.browser import needs_browser, seen
+from vsa.pages import charts
 from vsa.pages.charts import Panel, Series, plotly_panel
 from vsa.pages.page import Cell, Page, Table
 
@@ -57,3 +59,16 @@ def test_labels_of_a_logarithmic_axis_are_few(low, high, labels):
         each = decades * 3 if axis["dtick"] == "D2" else decades / axis["dtick"]
         assert each < labels
     assert "dtick" not in plotly_panel(Panel(x_label="x", y_label="y", series=[series]), 10)["x"]
+
+
+def test_bars_are_drawn_on_paper_and_on_the_page():
+    counts = Series(name="clips", x=np.array([8.0, 9.0, 24.0]), y=np.array([3.0, 1.0, 7.0]), bars=True)
+    panel = Panel(x_label="frames per second", y_label="clips", series=[counts])
+    (trace,) = plotly_panel(panel, 2)["traces"]
+    # none is left out, however few points a curve may have
+    assert (trace["type"], trace["x"], trace["y"]) == ("bar", [8, 9, 24], [3, 1, 7])
+    axes = Figure().subplots()
+    charts._draw_series(axes, panel)
+    # no two overlap
+    assert [bar.get_width() for bar in axes.patches] == pytest.approx([0.9] * 3)
+    assert [bar.get_height() for bar in axes.patches] == [3, 1, 7]

@@ -91,7 +91,7 @@ def encode(
 
     \b
     vsa encode VIDEOS SHARDS --size 128 128 --frames 16
-    vsa encode FILMS SHARDS --size 128 128 --frames 16 --fps 16 --clips-per-film 20
+    vsa encode FILMS SHARDS --size 128 128 --frames 16 --clips-per-film 20
     vsa encode VIDEOS SHARDS --model Wan-AI/Wan2.1-T2V-1.3B-Diffusers --buckets 448x832x61,480x480x33
 
     Repeat an interrupted command to continue. To share the work, run it with --rank R --world-size N on every GPU,

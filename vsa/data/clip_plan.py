@@ -49,12 +49,14 @@ class ClipPlan:
         shots: how shots were found, None where clips are taken from the start of videos.
         seconds: length of every shot.
         dropped: (what, why) of what is left out.
+        taken: frames of the clips and of all videos, where clips are taken from the start.
     """
 
     clips: Sequence[PlannedClip]
     shots: str | None = None
     seconds: Sequence[float] = ()
     dropped: Sequence[tuple[str, str]] = ()
+    taken: tuple[int, int] = (0, 0)
 
     def lines(self) -> Iterator[str]:
         """The plan for the terminal."""
@@ -66,6 +68,9 @@ class ClipPlan:
             yield f"{count:8,d} clips of {Bucket(height, width, frames)} (height x width x frames)"
         if len(sizes) > _LISTED:
             yield f"         and {len(sizes) - _LISTED} more sizes: --size or --buckets makes them fewer"
+        taken, frames = self.taken
+        if self.shots is None and 2 * taken < frames:
+            yield f"only the start of each video is taken, {taken:,} of {frames:,} frames: --clips-per-film takes more"
         yield from first_of([f"dropped: {what}: {why}" for what, why in self.dropped])
 
     def measured(self) -> set[int]:

@@ -234,19 +234,22 @@ class ClipRules:
         info = {"fps": rate, "source_size": [video.shape[1], video.shape[2]], "clip_size": list(clip.shape[:3])}
         return clip, info
 
-    def probe(self, path: Path, codec: Codec, decoder: Decoder = video_files) -> tuple[int, int, int] | None:
-        """Size (frames, height, width) of the clip of a file, from its header if possible; arguments as in `cut`.
+    def probe(
+        self, path: Path, codec: Codec, decoder: Decoder = video_files
+    ) -> tuple[tuple[int, int, int], int] | None:
+        """Size (frames, height, width) of the clip of a file and the file's number of frames, from its header.
 
-        None where the header does not tell it; ValueError for a file without a suitable clip.
+        None where the header does not tell it; ValueError for a file without a suitable clip; arguments as in `cut`.
         """
         frames, height, width = decoder.probe_video(path, fps=self.fps)
         if frames is None:
             return None
         try:
-            return self.plan(path, codec, frames=frames, height=height, width=width).size
+            return self.plan(path, codec, frames=frames, height=height, width=width).size, frames
         except ValueError:
             # a header can be wrong, and a file that seems too short decodes quickly
-            return tuple(self.cut(path, codec, decoder)[1]["clip_size"])
+            size: tuple[int, int, int] = tuple(self.cut(path, codec, decoder)[1]["clip_size"])
+            return size, size[0]
 
 
 def _check_size(codec: Codec, height: int, width: int) -> None:

@@ -10,7 +10,7 @@ import json
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
@@ -21,16 +21,16 @@ from torch import Tensor
 from vsa.data.captioner import MADE, caption_clips
 from vsa.data.captions import led_by, read_captions
 from vsa.data.clip_plan import ClipPlan, PlannedClip, find_shots, plan_films
-from vsa.data.clip_rules import PATCH, ClipRules
+from vsa.data.clip_rules import PATCH
 from vsa.data.codecs import Codec, HaarCodec, WanVAE
 from vsa.data.decoder_process import DecoderPool, DecoderProcess
 from vsa.data.encode_errors import OutOfMemory, UnusableFiles, memory_errors, refuse_overlap, unusable
 from vsa.data.encode_notes import describe_notes, notes_of, rebuilt_note
+from vsa.data.encode_options import EncodeOptions
 from vsa.data.media_folder import media_files, sample_ids
 from vsa.data.prompts import tidy
 from vsa.data.reconstruction import describe_reconstruction
 from vsa.data.resumable_writer import (
-    OutputOptions,
     PartContent,
     PartsReport,
     check_target,
@@ -47,45 +47,6 @@ from vsa.progress import progress_bar
 _MEASURED_CLIPS = 8
 # number of a film's clip among them, after titles that rebuild too well
 _EARLY = 4
-
-
-@dataclass(frozen=True, kw_only=True)
-class EncodeOptions:
-    """Options of `encode_folder`.
-
-    Args:
-        clips: rules that cut a clip out of a video.
-        output: settings of the shards.
-        captions: caption file; see `vsa.data.captions.read_captions`.
-        trigger: words put before every caption.
-        captioner: image-to-text model for clips without a caption; see `vsa.data.captioner.Captioner`.
-        image_condition: whether the image condition of an image-to-video model is stored with every clip; see
-            `WanVAE.image_condition`.
-        skip_bad: whether files that do not decode, are too short or have no caption are skipped and reported, instead
-            of stopping.
-        decode_seconds: time limit of the decoder per file, in seconds.
-        decode_memory: memory limit of the decoder per file, in GiB, without the decoded frames.
-        device: device of the codec.
-        workers: processes that decode at the same time, each for a shard of its own.
-    """
-
-    clips: ClipRules = field(default_factory=ClipRules)
-    output: OutputOptions = field(default_factory=OutputOptions)
-    captions: str | Path | None = None
-    trigger: str = ""
-    captioner: str | None = None
-    image_condition: bool = False
-    skip_bad: bool = False
-    decode_seconds: float = 120
-    decode_memory: float = 16
-    device: str = "cpu"
-    workers: int = 1
-
-    def check(self, codec: Codec) -> None:
-        """Raise ValueError for options that the codec does not support."""
-        self.clips.check(codec)
-        if self.image_condition and not isinstance(codec, WanVAE):
-            raise ValueError(f"image conditions need Wan's VAE, got codec {codec.id}")
 
 
 def encode_folder(
@@ -139,8 +100,9 @@ def encode_folder(
         pending = [i for _, span in pending_parts(out, **share) for i in span]
         if not options.clips.films:
             encoding.check(pending)
-        if output.rank == 0 and pending:
+        if output.rank == 0:
             show_plan(encoding.plan)
+        if output.rank == 0 and pending:
             for line in encoding.describe_ahead():
                 tell(line)
         how: dict[str, Any] = {"frames": [clip.frames for clip in encoding.plan.clips], "threads": options.workers}
@@ -245,14 +207,15 @@ class _Encoding:
 
     def check(self, numbers: Sequence[int]) -> None:
         """Look at the headers of files by number; UnusableFiles if none is usable, or one is not and is not skipped."""
-        sizes: dict[int, tuple[int, int, int] | None] = {}
+        sizes, lengths = dict[int, tuple[int, int, int]](), dict[int, int]()
 
         def look(i: int, decoder: DecoderProcess) -> None:
             try:
                 # records and pages are in UTF-8
                 if self._names[i] != self._names[i].encode(errors="replace").decode():
                     raise ValueError(f"the name of video {self.files[i]} is not UTF-8: rename it")
-                sizes[i] = self._options.clips.probe(self.files[i], self._codec, decoder)
+                if probed := self._options.clips.probe(self.files[i], self._codec, decoder):
+                    sizes[i], lengths[i] = probed
             except ValueError as error:
                 self._bad.setdefault(i, str(error))
             advance(1)
@@ -260,7 +223,8 @@ class _Encoding:
         with progress_bar("looking at files", len(numbers), transient=True) as advance:
             self._decoders.each(look, numbers)
         clips = [PlannedClip(i, size=None if i in self._bad else sizes.get(i)) for i in range(len(self.files))]
-        self.plan = ClipPlan(clips=clips, dropped=self._left_out())
+        taken = sum(size[0] for size in sizes.values())
+        self.plan = ClipPlan(clips=clips, dropped=self._left_out(), taken=(taken, sum(lengths.values())))
         self._refuse_problems()
 
     def find_films(self, out: Path) -> None:
@@ -310,7 +274,9 @@ class _Encoding:
             name, path = next(iter(moved.items()))
             yield f"found by the end of their path: {len(moved)} names of the caption file, first {name} as {path}"
         # clips of a film may share its captions
-        said = {(clip.file, *self._captions(i)[0]) for i, clip in enumerate(self.plan.clips) if clip.file in good}
+        said = {
+            (clip.file, *self._captions(i)[0]) for i, clip in enumerate(self.plan.clips) if clip.file not in self._bad
+        }
         if cut := describe_cut(self._text_encoder, chain(*(captions for _, *captions in sorted(said)))):
             yield cut
         codec, (_, sh, sw) = self._codec, self._codec.stride

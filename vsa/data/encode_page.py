@@ -27,21 +27,20 @@ _VALUES, _BARS = 20, 30
 _LISTED = 200
 
 
-def write_page(out: Path, videos: Path, report: PartsReport, plan: ClipPlan | None, facts: Mapping[str, str]) -> Path:
+def write_page(out: Path, videos: Path, report: PartsReport, plan: ClipPlan, facts: Mapping[str, str]) -> Path:
     """Write the page into the folder of the data set.
 
     Args:
         out: folder of the data set.
         videos: folder of the videos.
         report: report of the encoding, with its notes.
-        plan: the clips as they were planned; None if all were encoded by earlier calls.
+        plan: the clips as they were planned.
         facts: codec and other facts for the header, by heading.
     """
     notes: dict[str, list[Any]] = {}
     for kind, value in report.notes:
         notes.setdefault(kind, []).append(value)
-    shots = plan.shots if plan else None
-    header = {"Clips": f"{report.samples:,}", **({"Shots": shots} if shots else {}), **facts}
+    header = {"Clips": f"{report.samples:,}", **({"Shots": plan.shots} if plan.shots else {}), **facts}
     page = Page(out / PAGE_NAME, title=f"Clips of {videos.resolve().name}", facts=header)
     rebuilt = notes.get("rebuilt", [])
     page.table(_sizes(notes.get("clip", []), rebuilt))
@@ -51,7 +50,7 @@ def write_page(out: Path, videos: Path, report: PartsReport, plan: ClipPlan | No
     panels, equal = _histograms(notes.get("clip", []), plan)
     if panels:
         page.chart(Chart(key="clips", title="Histograms", note=equal, panels=panels, switches=("of",)))
-    dropped = Counter([*(plan.dropped if plan else ()), *report.skipped])
+    dropped = Counter([*plan.dropped, *report.skipped])
     if dropped:
         rows = [[what, why] for what, why in dropped][:_LISTED]
         note = f"The first {_LISTED} of {len(dropped):,}." if len(dropped) > _LISTED else ""
@@ -106,10 +105,10 @@ def _pictures(rebuilt: Sequence[Mapping[str, Any]], folder: Path) -> list[tuple[
     return found
 
 
-def _histograms(clips: Sequence[Sequence[float]], plan: ClipPlan | None) -> tuple[dict[tuple[str, ...], Panel], str]:
+def _histograms(clips: Sequence[Sequence[float]], plan: ClipPlan) -> tuple[dict[tuple[str, ...], Panel], str]:
     """A panel for each number that is not the same for all, and a sentence on the others."""
     values = {
-        "shot length, s": list(plan.seconds if plan else ()),
+        "shot length, s": list(plan.seconds),
         "clip length, s": [frames / fps for frames, _, _, fps, *_ in clips],
         "frames per second": [fps for _, _, _, fps, *_ in clips],
         "height of the file, pixels": [height for *_, height, _ in clips],

@@ -27,10 +27,11 @@ def encode_and_tell(videos: Path, out: Path, encoders: EncoderChoice, options: E
         options: options of `encode_folder`; the device is also that of the text encoder.
     """
     shared = options.output.world_size > 1
-    plans: list[ClipPlan] = []
+    plan = ClipPlan(clips=[])
 
-    def show_plan(plan: ClipPlan) -> None:
-        plans.append(plan)
+    def show_plan(planned: ClipPlan) -> None:
+        nonlocal plan
+        plan = planned
         print(*plan.lines(), sep="\n", flush=True)
 
     options = replace(options, device=usable_device(options.device, rank=options.output.rank))
@@ -50,7 +51,7 @@ def encode_and_tell(videos: Path, out: Path, encoders: EncoderChoice, options: E
         index = LatentReader(out).index
         facts = {"Codec": codec.id, "Text encoder": text_encoder.id}
         facts |= {"Frame rate": f"{options.clips.fps:g} frames per second"} if options.clips.fps else {}
-        print(f"what it holds: {write_page(out, videos, report, plans[0] if plans else None, facts)}")
+        print(f"what it holds: {write_page(out, videos, report, plan, facts)}")
         print(index.summary())
         page = write_captions_page(out, codec, device=options.device)
         print(f"to read the captions beside their clips: {page}")
