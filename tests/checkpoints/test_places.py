@@ -19,8 +19,9 @@ def test_a_run_is_used_from_elsewhere(training, tmp_path, monkeypatch):  # noqa:
         "data=toy", "data.root=s", "data.videos=v", "data.toy.count=8", "output_dir=outputs", "trainer.max_steps=1"
     )
     checkpoint = resolve_checkpoint("outputs/pretrain/default")
-    # in its own folder nothing changes, and no file holds the place
-    assert checkpoint.config == checkpoint.state["config"]
+    # in its own folder nothing changes but the revision of its data, and no file holds the place
+    config = checkpoint.state["config"]
+    assert checkpoint.config == {**config, "data": {**config["data"], "revision": 1}}
     for name in ("run.json", "config.yaml", "metrics.csv"):
         assert str(tmp_path) not in (here / "outputs/pretrain/default" / name).read_text()
     assert str(tmp_path) not in (checkpoint.path / "state.json").read_text()

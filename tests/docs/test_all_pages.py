@@ -23,6 +23,9 @@ LEFT_OUT = {
     "outputs/dense/run",
     # https://HOST
     "data=stream",
+    # films that come later
+    "--add",
+    "data.revision=[[0,1],[5000,2]]",
     # a repository of the hub
     "OWNER/my-model",
     "init_from=OWNER/my-model",

@@ -61,8 +61,12 @@ class Checkpoint:
 
     @cached_property
     def config(self) -> Mapping[str, Any]:
-        """The config of its run, to be used in any working directory."""
-        return placed(self.state.get("config") or {}, self.path.parents[1])
+        """The config of its run, to be used in any working directory, with the revisions of its data."""
+        config = placed(self.state.get("config") or {}, self.path.parents[1])
+        data = config.get("data") or {}
+        if str(data.get("_target_")).endswith((".LatentDataModule", ".StreamDataModule")):
+            config = {**config, "data": {**data, "revision": self.state.get("revision", 1)}}
+        return config
 
     @cached_property
     def groups(self) -> Mapping[str, list[str]]:

@@ -73,6 +73,7 @@ def encode(
         int, option("samples per shard, the most that an interruption loses", panel=OUTPUT, whole=(1, MANY))
     ] = 256,
     overwrite: Annotated[bool, option("replace the data set in OUT", "--overwrite", panel=OUTPUT)] = False,
+    add: Annotated[bool, option("add the new files of VIDEOS to the data set in OUT", "--add", panel=OUTPUT)] = False,
     decode_seconds: Annotated[
         float, option("time limit per file, s; a slower file is unusable", panel=OUTPUT, real=(0.1, 86_400))
     ] = 120,
@@ -95,7 +96,7 @@ def encode(
     vsa encode VIDEOS SHARDS --model Wan-AI/Wan2.1-T2V-1.3B-Diffusers --buckets 448x832x61,480x480x33
 
     Repeat an interrupted command to continue. To share the work, run it with --rank R --world-size N on every GPU,
-    then once without them.
+    then once without them. With --add, more films become a new revision of a finished data set; runs keep theirs.
     """
     arguments = locals()
     from vsa.data.buckets import Bucket

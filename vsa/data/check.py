@@ -13,6 +13,7 @@ from torch import Tensor
 from vsa.data.bad_samples import BadSampleError, write_drop_list
 from vsa.data.clip_rules import PATCH
 from vsa.data.index import DatasetIndex, SampleEntry, deviation_or_one
+from vsa.data.revisions import open_local_index
 from vsa.data.shards import LatentReader
 from vsa.errors import first_of
 from vsa.settings import key_value
@@ -29,7 +30,9 @@ def check_dataset(root: Path, drop_list: Path | None = None) -> None:
         drop_list: file in which bad samples are listed for `data.drop`, written if there are any; None: `drop.txt` in
             `root`.
     """
-    reader = LatentReader(root, whole=False)
+    # runs of earlier revisions need their indexes
+    _, newest = open_local_index(root, 1)
+    reader = LatentReader(root, index=newest, whole=False)
     problems, bad = list(reader.misshapen_shards().values()), dict[str, str]()
     if not reader.index.samples:
         problems.append(f"{root} holds no samples")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,8 +21,9 @@ from vsa.data.batch_stream import RankSlice, TrainStream, ValidationStream
 from vsa.data.codecs import Codec
 from vsa.data.index import USUAL_FPS, statistics_of
 from vsa.data.parallel_dims import dims_of
-from vsa.data.plan import DataPlan, SampleRef, Shape, Source, split_ids
-from vsa.data.sample_store import SampleStore, ToyStore, open_shards, refuse_other_encoders
+from vsa.data.plan import DataPlan, SampleRef, Shape, Source, begun, split_ids
+from vsa.data.revisions import Phases, continued, phases_of, revision_at
+from vsa.data.sample_store import SampleStore, ShardStore, ToyStore, open_shards, refuse_other_encoders
 from vsa.data.splits import SplitBy, split_group
 from vsa.data.text import TextEncoder
 from vsa.data.toy_shards import prepare_toy_shards
@@ -81,6 +82,7 @@ class PlanDataModule(LightningDataModule):
         if self.stats == "codec" and self.codec.statistics is None:
             raise ValueError(f"stats=codec: codec {self.codec.id} has no published statistics, use stats=data")
         self._published = self.codec.statistics if self.stats == "codec" else None
+        self._fps = USUAL_FPS
         self.noise_ahead = False
         self.start_step = 0
         self.skipped_windows: tuple[tuple[int, int], ...] = ()
@@ -106,20 +108,11 @@ class PlanDataModule(LightningDataModule):
         """Open the store and build the plan; further calls do nothing."""
         if self._opened is not None:
             return
-        store = self.open_store()
+        phases = self.open_phases()
+        _, store = next(phases)
+        self._fps = store.fps
         refuse_other_encoders(store, self.codec, self.text_encoder)
-        weights = self.source_weights()
-        sources: dict[str, Source] = {}
-        validation_refs: dict[Shape, tuple[SampleRef, ...]] = {}
-        for name, buckets in sorted(store.buckets.items()):
-            train: dict[Shape, tuple[str, ...]] = {}
-            for shape, ids in sorted(buckets.items()):
-                train[shape], out = split_ids(sorted(ids), self.val_fraction, partial(self.split_group, store, name))
-                if out:
-                    validation_refs[shape] = validation_refs.get(shape, ()) + tuple(
-                        SampleRef(source=name, id=i) for i in out
-                    )
-            sources[name] = Source(weight=weights[name], buckets=train)
+        sources, validation_refs = self._split(store)
         counts = [len(ids) for source in sources.values() for ids in source.buckets.values() if ids]
         if not counts:
             raise ValueError(f"val_fraction={self.val_fraction} leaves no training samples: add samples or set it to 0")
@@ -132,7 +125,44 @@ class PlanDataModule(LightningDataModule):
         if self.stats == "train":
             self._published = self.training_statistics(store, sources)
         plan = DataPlan(sources=sources, batch_size=self.batch_size, seed=self.seed)
+        for step, larger in phases:
+            refuse_other_encoders(larger, self.codec, self.text_encoder)
+            # what is held out and how latents are normalised stay those of the first phase
+            self._published = self._published or (store.latent_mean, store.latent_std)
+            sources, store = self._grown(sources, store, larger), larger
+            plan = replace(plan, later=(*plan.later, (step, sources)))
         self._opened = store, plan, validation_refs
+
+    def open_phases(self) -> Iterator[tuple[int, SampleStore]]:
+        """First step and store of every phase, each with all samples of the one before it."""
+        yield 0, self.open_store()
+
+    def _split(self, store: SampleStore) -> tuple[dict[str, Source], dict[Shape, tuple[SampleRef, ...]]]:
+        """Training samples by source, and held-out samples by latent shape."""
+        weights = self.source_weights()
+        sources: dict[str, Source] = {}
+        validation_refs: dict[Shape, tuple[SampleRef, ...]] = {}
+        for name, buckets in sorted(store.buckets.items()):
+            train: dict[Shape, tuple[str, ...]] = {}
+            for shape, ids in sorted(buckets.items()):
+                train[shape], out = split_ids(sorted(ids), self.val_fraction, partial(self.split_group, store, name))
+                if out:
+                    validation_refs[shape] = validation_refs.get(shape, ()) + tuple(
+                        SampleRef(source=name, id=i) for i in out
+                    )
+            sources[name] = Source(weight=weights[name], buckets=train)
+        return sources, validation_refs
+
+    def _grown(self, before: Mapping[str, Source], store: SampleStore, larger: SampleStore) -> dict[str, Source]:
+        """Training samples of the next phase: those of the phase before, and those of the new samples' own split."""
+        grown, _ = self._split(larger)
+        for name, source in grown.items():
+            old = {i for ids in store.buckets[name].values() for i in ids}
+            buckets = {shape: [i for i in ids if i not in old] for shape, ids in source.buckets.items()}
+            for shape, ids in before[name].buckets.items():
+                buckets[shape] += ids
+            grown[name] = replace(source, buckets={shape: tuple(sorted(ids)) for shape, ids in buckets.items()})
+        return grown
 
     def train_dataloader(self) -> DataLoader[VideoBatch]:
         """Micro-batches of this rank from `start_step` to the trainer's `max_steps`."""
@@ -205,7 +235,9 @@ class PlanDataModule(LightningDataModule):
     def buckets(self) -> dict[Shape, int]:
         """Number of training samples by latent shape `(C, t, h, w)`, most frequent first."""
         counts: dict[Shape, int] = {}
-        for source in self.plan.sources.values():
+        # of the last phase, which has the samples of all
+        sources = self.plan.later[-1][1] if self.plan.later else self.plan.sources
+        for source in sources.values():
             for shape, ids in source.buckets.items():
                 if ids:
                     counts[shape] = counts.get(shape, 0) + len(ids)
@@ -213,8 +245,12 @@ class PlanDataModule(LightningDataModule):
 
     @property
     def fps(self) -> float:
-        """Frames per second of most clips."""
-        return self.store.fps
+        """Frames per second of most clips, in the first phase."""
+        self._ready()
+        return self._fps
+
+    def keep(self, state: Mapping[str, Any]) -> None:
+        """Before the set-up of a resumed run: go on with the revisions of its data; ValueError for others."""
 
     def state_dict(self) -> dict[str, Any]:
         """Description of samples and encoders for `state.json`; the position is the optimizer step."""
@@ -230,7 +266,7 @@ class PlanDataModule(LightningDataModule):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue after `state["step"]`; ValueError if the order of the samples differs."""
-        if state["plan_hash"] != self.plan_hash:
+        if begun(state["plan_hash"], state["step"]) != begun(self.plan_hash, state["step"]):
             raise ValueError(
                 f"the checkpoint was trained on another data plan (hash {state['plan_hash'][:12]}, now "
                 f"{self.plan_hash[:12]}): resuming needs the same data, drop, seed and batch size; or use init_from="
@@ -290,6 +326,8 @@ class LatentDataModule(PlanDataModule):
         val_by: grouping of samples that are held out together, by the file they come from; see `vsa.data.splits`.
         val_field: field of the caption file, for `val_by=field`.
         drop: drop list of samples to leave out, written by `vsa check-data` or a run; it changes the order.
+        revision: revision of folders that have grown, or phases: pairs of a first step and the revision from then on,
+            the first at step 0; of `sources`, by name. None: the newest ones, in a resumed run those of its record.
         toy: toy clips to render to `videos` and to encode to `root` if `root` has no index.
         videos: folder of the video files that the shards were made from, shown beside generated clips; toy clips are
             rendered to it.
@@ -300,6 +338,7 @@ class LatentDataModule(PlanDataModule):
     val_by: SplitBy = "id"
     val_field: str | None = None
     drop: str | None = None
+    revision: AtLeastOne | Phases | Mapping[str, AtLeastOne | Phases] | None = None
     toy: ToyClips | None = None
     videos: str | None = None
 
@@ -316,6 +355,10 @@ class LatentDataModule(PlanDataModule):
                 raise ValueError(f"source {name}: expected the keys root and, optionally, weight, got {sorted(entry)}")
         self._roots = {str(name): str(entry["root"]) for name, entry in entries.items()}
         self._weights = {str(name): float(entry.get("weight", 1.0)) for name, entry in entries.items()}
+        self._phases = {name: phases_of(self.revision, name) for name in self._roots}
+        self._used: dict[str, list[list[int]]] = {}
+        if isinstance(self.revision, Mapping) and (odd := self.revision.keys() - self._roots.keys()):
+            raise ValueError(f"revision: {sorted(odd)} are none of the sources {sorted(self._roots)}")
 
     def prepare_data(self) -> None:
         """Render and encode the requested toy clips if they are missing."""
@@ -324,8 +367,35 @@ class LatentDataModule(PlanDataModule):
         prepare_toy_shards(self.toy, Path(self.videos), Path(self._roots["main"]), self.codec, self.text_encoder)
 
     def open_store(self) -> SampleStore:
-        """The shards of every source, without the samples of the drop list."""
-        return open_shards(self._roots, drop=self.drop, tell=rank_zero_info)
+        """The shards of every source in the last phase, without the samples of the drop list."""
+        return self._store_at(ENDLESS, rank_zero_info)
+
+    def open_phases(self) -> Iterator[tuple[int, SampleStore]]:
+        """A phase begins where a source gets a newer revision."""
+        steps = sorted({first for phases in self._phases.values() for first, _ in phases})
+        self._used = {name: [] for name in self._roots}
+        for step in steps:
+            store = self._store_at(step, rank_zero_info if step == steps[-1] else lambda line: None)
+            for name, revision in store.revisions.items():
+                if revision not in [used for _, used in self._used[name]]:
+                    self._used[name].append([step, revision])
+            yield step, store
+
+    def keep(self, state: Mapping[str, Any]) -> None:
+        """See the base; a phase that a setting adds begins at the step of the checkpoint or later."""
+        recorded = state.get("revision", {})
+        for name, phases in self._phases.items():
+            used = recorded.get(name, [(0, 1)])
+            self._phases[name] = continued(phases, used, state["step"], self._roots[name])
+
+    def state_dict(self) -> dict[str, Any]:
+        """That of the base, with the revisions of sets that have grown."""
+        grown = any(rows != [[0, 1]] for rows in self._used.values())
+        return {**super().state_dict(), **({"revision": self._used} if grown else {})}
+
+    def _store_at(self, step: int, tell: Callable[[str], None]) -> ShardStore:
+        revisions = {name: revision_at(phases, step) for name, phases in self._phases.items()}
+        return open_shards(self._roots, revisions=revisions, drop=self.drop, tell=tell)
 
     def split_group(self, store: Any, source: str, sample_id: str) -> str:
         """Group of a sample by `val_by`."""

@@ -27,6 +27,8 @@ from vsa.data.decoder_process import DecoderPool, DecoderProcess
 from vsa.data.encode_errors import OutOfMemory, UnusableFiles, memory_errors, refuse_overlap, unusable
 from vsa.data.encode_notes import describe_notes, notes_of, rebuilt_note
 from vsa.data.encode_options import EncodeOptions
+from vsa.data.growth import new_files, set_to_grow
+from vsa.data.index import DatasetIndex
 from vsa.data.media_folder import media_files, sample_ids
 from vsa.data.prompts import tidy
 from vsa.data.reconstruction import describe_reconstruction
@@ -86,10 +88,12 @@ def encode_folder(
     folder, out, output = Path(videos), Path(out), options.output
     options.check(codec)
     refuse_overlap(folder, out)
-    check_target(out, overwrite=output.overwrite)
+    check_target(out, overwrite=output.overwrite, add=output.add)
+    own = {"image_condition": options.image_condition, "fps": options.clips.fps}
+    grown = set_to_grow(out, codec, text_encoder, **own) if output.add else None
     limits = {"seconds": options.decode_seconds, "memory_gib": options.decode_memory}
     with DecoderPool(options.workers, **limits) as decoders:
-        encoding = _Encoding(folder, options, codec, text_encoder, decoders)
+        encoding = _Encoding(folder, options, codec, text_encoder, decoders, grown)
         if options.clips.films:
             encoding.find_films(out)
         elif options.captioner:
@@ -111,7 +115,7 @@ def encode_folder(
         whole = f"none of the {len(encoding.files)} videos in {folder} decodes"
         raise UnusableFiles(report.skipped, f"{whole}; first: {report.skipped[0][1]}")
     if output.world_size == 1:
-        join_parts(out)
+        join_parts(out, add=output.add)
         for line in describe_notes(report.notes):
             tell(line)
     left_out = (*encoding.media.ignored, *encoding.captions.unusable, *encoding.left_out, *report.skipped)
@@ -127,10 +131,17 @@ class _Encoding:
         codec: codec of the pixels.
         text_encoder: encoder of the captions.
         decoders: readers of the files.
+        grown: data set to which they are added.
     """
 
     def __init__(
-        self, folder: Path, options: EncodeOptions, codec: Codec, text_encoder: TextEncoder, decoders: DecoderPool
+        self,
+        folder: Path,
+        options: EncodeOptions,
+        codec: Codec,
+        text_encoder: TextEncoder,
+        decoders: DecoderPool,
+        grown: DatasetIndex | None,
     ):
         self._folder, self._options, self._decoders = folder, options, decoders
         # networks hold state while they encode
@@ -138,14 +149,15 @@ class _Encoding:
         self._codec, self._text_encoder = codec, text_encoder
         caption_file = Path(options.captions) if options.captions else None
         self.media = media_files(folder, caption_file)
-        self.files = self.media.files
+        self._grown = grown
+        self.files = new_files(self.media.files, folder, grown)
         self._names = [path.relative_to(folder).as_posix() for path in self.files]
-        self._ids = sample_ids(self._names)
+        self._ids = sample_ids(self._names, plain=grown is None)
         self.plan = ClipPlan(clips=[PlannedClip(i) for i in range(len(self.files))])
         self._finder = ShotFinder(options.clips.shots or "auto", device=options.device)
         # films without a clip, which have no number among the clips
         self.left_out: Sequence[tuple[str, str]] = ()
-        self.captions = read_captions(folder, caption_file, self.files, trigger=tidy(options.trigger))
+        self.captions = read_captions(folder, caption_file, self.media.files, trigger=tidy(options.trigger))
         # captions of a captioner by sample id, and reasons by number of the clips for which it found none
         self._made: dict[str, str] = {}
         self._silent: dict[int, str] = {}
@@ -176,6 +188,7 @@ class _Encoding:
             "buckets": [str(bucket) for bucket in rules.buckets],
             "image_condition": self._options.image_condition,
             "dtype": self._options.output.dtype,
+            **({} if self._grown is None else {"revision": self._grown.revision + 1}),
         }
 
     def write_captions(self, out: Path, captioner: str) -> None:
@@ -241,7 +254,8 @@ class _Encoding:
         self.plan = replace(plan, dropped=[*self.left_out, *plan.dropped])
         # names that another choice of clips does not change
         named = ((Path(self._names[clip.file]), clip.window) for clip in plan.clips)
-        self._ids = sample_ids([str(p.with_stem(f"{p.stem}-{w.start:06d}")) for p, w in named if w])
+        names = [str(p.with_stem(f"{p.stem}-{w.start:06d}")) for p, w in named if w]
+        self._ids = sample_ids(names, plain=self._grown is None)
 
     def _left_out(self) -> list[tuple[str, str]]:
         return [(self._names[i], reason) for i, reason in sorted(self._bad.items())]
@@ -265,6 +279,8 @@ class _Encoding:
     def describe_ahead(self) -> Iterator[str]:
         """Messages before hours of encoding: what is not read, cut or joined, and the quality of the codec."""
         good = [i for i in range(len(self.files)) if i not in self._bad]
+        if known := len(self.media.files) - len(self.files):
+            yield f"in the data set already, by their names: {known} files"
         if unread := self.media.describe_unread():
             yield f"neither videos nor images, not read: {unread}"
         if joined := self.captions.joined:

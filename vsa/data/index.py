@@ -2,6 +2,9 @@
 
 The index is written last, so a folder without one is not a data set yet. Samples are read by byte offset and checked
 against their digest; nothing is ever unpickled or extracted. The first value of the file is the SHA-256 of the rest.
+
+A set that grew has a newer revision in `index.json` and the earlier ones, unchanged, in `index-1.json`, `index-2.json`
+and so on; each index after the first holds the SHA-256 of the one before it.
 """
 
 from __future__ import annotations
@@ -39,10 +42,10 @@ _ID = re.compile(r"[A-Za-z0-9_-]{1,128}")
 _SHARD_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,127}")
 _SEAL = re.compile(r'\{"index_sha256": "([0-9a-f]{64})", ')
 _KEYS = {"codec", "text_encoder", "latent_mean", "latent_std", "null_text", "shards"}
-_OTHER_KEYS = {"index_sha256", "schema", "cond_channels"}
+_OTHER_KEYS = {"index_sha256", "schema", "cond_channels", "revision", "previous"}
 # far above the values of data sets, far below those that exhaust a machine
 _MOST_CHANNELS = _MOST_TOKENS = _MOST_WIDTH = 65_536
-_MOST_STRIDE, _MOST_SIDE, _MOST_CAPTIONS, _MOST_BYTES = 1024, 1 << 20, 100_000, 1 << 50
+_MOST_STRIDE, _MOST_SIDE, _MOST_CAPTIONS, _MOST_BYTES, _MOST_REVISIONS = 1024, 1 << 20, 100_000, 1 << 50, 100_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,6 +144,8 @@ class DatasetIndex:
         samples: samples by id, in the order they were written.
         cond_channels: channels of the image condition stored with every latent; 0 without one.
         sealed: whether the file contains its own digest; files of earlier versions do not.
+        revision: 1 for a set that has not grown.
+        previous: SHA-256 of the index of the revision before it.
     """
 
     codec: CodecInfo
@@ -152,6 +157,8 @@ class DatasetIndex:
     samples: Mapping[str, SampleEntry]
     cond_channels: int = 0
     sealed: bool = True
+    revision: int = 1
+    previous: str | None = None
 
     def without(self, drop: Collection[str]) -> DatasetIndex:
         """The index without the given samples, and without shards that hold no other sample."""
@@ -179,6 +186,8 @@ class DatasetIndex:
             records[text.shard].setdefault("texts", []).append(row)
         content = {
             "schema": SCHEMA,
+            # without them, an index equals those of earlier versions
+            **({} if self.previous is None else {"revision": self.revision, "previous": self.previous}),
             "codec": asdict(self.codec),
             "text_encoder": asdict(self.text_encoder),
             "latent_mean": self.latent_mean,
@@ -198,6 +207,8 @@ class DatasetIndex:
             named = ", ".join(f"{rate:.4g} ({count})" for rate, count in rates.most_common(5))
             mixed = ": they move at different speeds, --fps RATE makes them equal" if len(rates) > 1 else ""
             lines.append(f"frames per second of the clips: {named}{', ...' if len(rates) > 5 else ''}{mixed}")
+        if self.revision > 1:
+            lines.append(f"revision {self.revision} of the data set: runs that began with an earlier one keep it")
         for name, values in (("mean", self.latent_mean), ("std", self.latent_std)):
             lines.append(f"latent {name} by channel: " + " ".join(f"{value:.4g}" for value in values))
         return "\n".join(lines)
@@ -209,13 +220,7 @@ class DatasetIndex:
     @staticmethod
     def load(path: Path) -> DatasetIndex:
         """Reads and checks `index.json`."""
-        try:
-            text = read_text(path, limit=MOST_INDEX_BYTES)
-        except FileNotFoundError:
-            raise ValueError(f"no {INDEX_NAME} in {path.parent}: not encoded, or encoding was interrupted") from None
-        except OSError as error:
-            raise ValueError(f"cannot read {path}: {error}") from error
-        return DatasetIndex.parse(text, str(path))
+        return DatasetIndex.parse(index_text(path), str(path))
 
     @staticmethod
     def parse(text: str, path: str) -> DatasetIndex:
@@ -241,6 +246,16 @@ class DatasetIndex:
             return replace(_parse(content), sealed=seal is not None)
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
             raise ValueError(f"{path} is not a complete index: {type(error).__name__} {error}") from error
+
+
+def index_text(path: Path) -> str:
+    """The text of an index in a folder; ValueError that names the file if it cannot be read."""
+    try:
+        return read_text(path, limit=MOST_INDEX_BYTES)
+    except FileNotFoundError:
+        raise ValueError(f"no {path.name} in {path.parent}: not encoded, or encoding was interrupted") from None
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error}") from error
 
 
 def deviation_or_one(std: Tensor) -> Tensor:
@@ -338,6 +353,9 @@ def _parse(content: dict[str, Any]) -> DatasetIndex:
         },
         # absent in data sets of earlier versions
         cond_channels=whole("cond_channels", content.get("cond_channels", 0), 0, _MOST_CHANNELS),
+        # absent in a set that has not grown
+        revision=whole("revision", content.get("revision", 1), 1, _MOST_REVISIONS),
+        previous=digest("previous", content["previous"]) if content.get("revision", 1) != 1 else None,
     )
 
 

@@ -76,22 +76,23 @@ def media_files(folder: Path, caption_file: Path | None = None) -> MediaFolder:
     return found
 
 
-def sample_ids(names: Sequence[str]) -> list[str]:
+def sample_ids(names: Sequence[str], *, plain: bool = True) -> list[str]:
     """A sample id for every relative file name: its stem where that is unique and plain, else with a digest.
 
     Args:
         names: relative POSIX paths, each different.
+        plain: whether there are ids without a digest, which a set that these are added to might have.
 
     Returns:
         ids in the same order; a pure function of the list.
     """
     stems = [name.rpartition(".")[0] or name for name in names]
-    plain = [re.sub(r"[^A-Za-z0-9_-]+", "_", stem) for stem in stems]
+    keys = [re.sub(r"[^A-Za-z0-9_-]+", "_", stem) for stem in stems]
     # compared without case: ids may become file names on systems that ignore it
-    uses = Counter(p.lower() for p in plain)
+    uses = Counter(key.lower() for key in keys)
     ids = []
-    for name, stem, key in zip(names, stems, plain, strict=True):
-        if key != stem or uses[key.lower()] > 1 or len(key) > 64 or key.startswith("__"):
+    for name, stem, key in zip(names, stems, keys, strict=True):
+        if not plain or key != stem or uses[key.lower()] > 1 or len(key) > 64 or key.startswith("__"):
             digest = hashlib.blake2b(name.encode("utf-8", "surrogateescape"), digest_size=8).hexdigest()
             key = f"{key.lstrip('_')[:60]}-{digest}"
         ids.append(key)

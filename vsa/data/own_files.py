@@ -9,6 +9,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from vsa.data.index import INDEX_NAME, DatasetIndex
+from vsa.data.revisions import earlier_index
 
 # owner of every member of our shards
 _OWNER = "vsa"
@@ -37,20 +38,23 @@ def is_leftover(path: Path) -> bool:
 
 def listed_shards(root: Path) -> Collection[str]:
     """Names of the shards of the data set in `root`, also if its removal was interrupted."""
-    for name in (INDEX_NAME, _REMOVED_INDEX):
-        if (root / name).exists():
-            return DatasetIndex.load(root / name).shards
-    return ()
+    index = _own_index(root)
+    return () if index is None else index.shards
+
+
+def _own_index(root: Path) -> DatasetIndex | None:
+    names = [name for name in (INDEX_NAME, _REMOVED_INDEX) if (root / name).exists()]
+    return DatasetIndex.load(root / names[0]) if names else None
 
 
 def remove_dataset(root: Path) -> None:
-    """Remove the index of a folder and the shards that it lists; other files stay.
+    """Remove the index of a folder, those of earlier revisions, and the shards that it lists; other files stay.
 
     An interrupted removal leaves no data set, and the next call continues it.
     """
-    shards, removed = listed_shards(root), root / _REMOVED_INDEX
+    index, removed = _own_index(root), root / _REMOVED_INDEX
     if (root / INDEX_NAME).exists():
         os.replace(root / INDEX_NAME, removed)
-    for name in shards:
+    for name in () if index is None else (*map(earlier_index, range(1, index.revision)), *index.shards):
         (root / name).unlink(missing_ok=True)
     removed.unlink(missing_ok=True)

@@ -13,7 +13,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -61,11 +61,13 @@ class DataPlan:
         sources: data sets by name.
         batch_size: samples of an optimizer step, over all ranks and micro-batches.
         seed: seed of the order.
+        later: data sets of later phases with their first steps, ascending; each phase begins with epochs of its own.
     """
 
     sources: Mapping[str, Source]
     batch_size: int
     seed: int = 0
+    later: tuple[tuple[int, Mapping[str, Source]], ...] = ()
 
     def __post_init__(self) -> None:
         if self.batch_size < 1:
@@ -81,6 +83,9 @@ class DataPlan:
         """The samples of optimizer step `step`, in constant time."""
         if step < 0:
             raise ValueError(f"step must not be negative, got {step}")
+        first, phase = self._phase(step)
+        if phase is not self:
+            return replace(phase.step(step - first), step=step)
         stream = self._stream_at(step)
         name, bucket, ids = self._streams[stream]
         first = self._batches_before(stream, step) * self.batch_size
@@ -100,19 +105,34 @@ class DataPlan:
             bad: the bad sample of the slot.
             attempt: number of replacements that were bad too.
         """
+        first, phase = self._phase(step)
+        if phase is not self:
+            return phase.replacement(step - first, slot, bad, attempt)
         name, _, ids = self._streams[self._stream_at(step)]
         return SampleRef(source=name, id=ids[hash64(self.seed, "replacement", step, slot, bad.id, attempt) % len(ids)])
 
     @cached_property
     def hash(self) -> str:
-        """Digest of everything that determines the order, stored in checkpoints."""
+        """Digest of everything that determines the order, stored in checkpoints; those of later phases follow it."""
         streams = [
             [name, bucket, hashlib.sha256("\n".join(ids).encode()).hexdigest()] for name, bucket, ids in self._streams
         ]
         # as it was when the weights could change at a step
         weights = [[0, sorted((name, float(weight)) for name, weight in self._weights.items())]]
         content = [PLAN_VERSION, self.seed, self.batch_size, streams, weights]
-        return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+        own = hashlib.sha256(json.dumps(content).encode()).hexdigest()
+        return ",".join([own, *(f"{first}:{phase.hash}" for first, phase in self._phases)])
+
+    def _phase(self, step: int) -> tuple[int, DataPlan]:
+        """First step and plan of the phase of a step."""
+        return next(((first, plan) for first, plan in reversed(self._phases) if first <= step), (0, self))
+
+    @cached_property
+    def _phases(self) -> list[tuple[int, DataPlan]]:
+        return [
+            (first, replace(self, sources=sources, later=(), seed=hash64(self.seed, "phase", first) >> 1))
+            for first, sources in self.later
+        ]
 
     @property
     def _weights(self) -> dict[str, float]:
@@ -180,6 +200,12 @@ class DataPlan:
         periods, rest = divmod(step, self._period)
         count = periods * int(self._quota[stream])
         return count + int((self._order(periods)[:rest] == stream).sum()) if rest else count
+
+
+def begun(plan_hash: str, step: int) -> str:
+    """The digest of a plan without phases that begin at `step` or later."""
+    own, *later = plan_hash.split(",")
+    return ",".join([own, *(phase for phase in later if int(phase.partition(":")[0]) < step)])
 
 
 def is_validation(sample_id: str, fraction: float) -> bool:

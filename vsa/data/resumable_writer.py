@@ -11,6 +11,7 @@ import json
 import os
 import re
 import shutil
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -20,8 +21,9 @@ from pathlib import Path
 from threading import Event
 from typing import Any, Literal
 
-from vsa.data.index import INDEX_NAME, DatasetIndex, Span, pooled_statistics
+from vsa.data.index import INDEX_NAME, DatasetIndex, Span, index_text, pooled_statistics
 from vsa.data.own_files import listed_shards, remove_dataset, shard_files
+from vsa.data.revisions import earlier_index, index_digest
 from vsa.errors import refuse_unwritable
 from vsa.files import read_json, write_whole
 from vsa.progress import progress_bar
@@ -58,6 +60,7 @@ class OutputOptions:
         samples_per_shard: samples in a full shard, the most that an interruption can cost.
         overwrite: whether parts with other settings are removed at once, and a finished data set when `join_parts`
             replaces it; parts with the same settings are kept.
+        add: whether a finished data set gets the samples as a new revision.
         rank: rank of this process, which writes parts rank, rank + world_size, ...
         world_size: number of processes that share the work; a last call with a single process joins their parts.
     """
@@ -65,6 +68,7 @@ class OutputOptions:
     dtype: Literal["float32", "bfloat16", "float16"] = "float16"
     samples_per_shard: int = 256
     overwrite: bool = False
+    add: bool = False
     rank: int = 0
     world_size: int = 1
 
@@ -75,6 +79,8 @@ class OutputOptions:
             raise ValueError(f"rank must be in 0..{self.world_size - 1}, got {self.rank}")
         if self.overwrite and self.world_size > 1:
             raise ValueError(f"overwrite needs one process, got {self.world_size}: remove the data set first")
+        if self.overwrite and self.add:
+            raise ValueError("--overwrite replaces a data set and --add keeps it: expected one of them")
 
 
 WritePart = Callable[[Path, range, Callable[[int], None]], PartContent]
@@ -99,7 +105,7 @@ class PartsReport:
     complete: bool
 
 
-def check_target(root: str | Path, *, overwrite: bool) -> None:
+def check_target(root: str | Path, *, overwrite: bool, add: bool = False) -> None:
     """Raise ValueError for a folder with a finished data set, or with other files that writing would replace."""
     root = Path(root)
     if root.exists() and not root.is_dir():
@@ -108,8 +114,11 @@ def check_target(root: str | Path, *, overwrite: bool) -> None:
         own = listed_shards(root)
     except ValueError as error:
         raise ValueError(f"{error}: choose another folder, or remove that file") from error
-    if (root / INDEX_NAME).exists() and not overwrite:
-        raise ValueError(f"{root} already holds a data set: choose another folder, or replace it with --overwrite")
+    if (root / INDEX_NAME).exists() and not (overwrite or add):
+        raise ValueError(
+            f"{root} already holds a data set: choose another folder, replace it with --overwrite, or add to it with "
+            "--add"
+        )
     parts = root / _PARTS
     if parts.is_dir():
         # after an interrupted join, the root holds shards that no index lists yet
@@ -161,7 +170,7 @@ def write_parts(
         Content of all finished parts, those of other processes included.
     """
     root = Path(root)
-    check_target(root, overwrite=output.overwrite)
+    check_target(root, overwrite=output.overwrite, add=output.add)
     parts, settings = _all_parts(root, count, output), {**settings, "samples_per_shard": output.samples_per_shard}
     _make_room(root, settings, overwrite=output.overwrite)
     pending = pending_parts(root, count=count, settings=settings, output=output)
@@ -186,17 +195,23 @@ def write_parts(
     )
 
 
-def join_parts(root: str | Path) -> DatasetIndex:
+def join_parts(root: str | Path, *, add: bool = False) -> DatasetIndex:
     """Join the parts in `root`, all of which must be finished, to a data set; can be interrupted and called again.
+
+    Args:
+        root: folder of the parts.
+        add: whether they are added to the data set in `root`, if there is one, as its next revision.
 
     Returns:
         The index of the whole.
     """
     root = Path(root)
-    # an existing data set is removed only now, when its replacement is complete
-    remove_dataset(root)
-    numbers: dict[str, int] = {}
-    indexes: list[DatasetIndex] = []
+    grows = add and (root / INDEX_NAME).exists()
+    indexes = [DatasetIndex.load(root / INDEX_NAME)] if grows else []
+    if not grows:
+        # an existing data set is removed only now, when its replacement is complete
+        remove_dataset(root)
+    numbers = Counter(name.rpartition("-")[0] for index in indexes for name in index.shards)
     for folder in sorted((root / _PARTS).iterdir()):
         if not (folder / INDEX_NAME).is_file():
             continue
@@ -204,14 +219,17 @@ def join_parts(root: str | Path) -> DatasetIndex:
         names = {}
         for name in sorted(index.shards):
             stem = name.rpartition("-")[0]
-            names[name] = f"{stem}-{numbers.get(stem, 0):05d}.tar"
-            numbers[stem] = numbers.get(stem, 0) + 1
+            names[name] = f"{stem}-{numbers[stem]:05d}.tar"
+            numbers[stem] += 1
             # missing if an earlier, interrupted call has moved it
             if (folder / name).exists():
                 if (root / names[name]).exists():
                     raise ValueError(f"{root / names[name]} is not part of the data set in {root}: move it")
                 os.replace(folder / name, root / names[name])
         indexes.append(_renamed(index, names))
+    ids = Counter(chain(*(index.samples for index in indexes)))
+    if twice := [name for name, uses in ids.items() if uses > 1]:
+        raise ValueError(f"{root} would hold {len(twice)} samples twice, first {twice[0]}")
     mean, std = pooled_statistics(indexes)
     whole = replace(
         indexes[0],
@@ -220,6 +238,10 @@ def join_parts(root: str | Path) -> DatasetIndex:
         shards={name: shard for index in indexes for name, shard in index.shards.items()},
         samples={name: sample for index in indexes for name, sample in index.samples.items()},
     )
+    if grows:
+        before = index_text(root / INDEX_NAME)
+        write_whole(root / earlier_index(whole.revision), before)
+        whole = replace(whole, revision=whole.revision + 1, previous=index_digest(before))
     write_whole(root / INDEX_NAME, whole.to_json())
     shutil.rmtree(root / _PARTS)
     return whole
@@ -240,7 +262,9 @@ def _all_parts(root: Path, count: int, output: OutputOptions) -> list[tuple[Path
 def _make_room(root: Path, settings: Mapping[str, Any], *, overwrite: bool) -> None:
     """Remove parts with other settings, or raise ValueError without `overwrite`."""
     differing = _differing(root, settings)
-    if differing and not overwrite:
+    # an interruption has left them after they had been added
+    added = any(name == "revision" and (old or 1) < (new or 1) for name, old, new in differing)
+    if differing and not (overwrite or added):
         name, old, new = differing[0]
         raise ValueError(
             f"{root} was started with {name} {old}, got {new}: continue with the old setting, or start over with "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Protocol
@@ -26,6 +26,7 @@ from vsa.data.index import (
     pooled_statistics,
 )
 from vsa.data.plan import SampleRef, Shape
+from vsa.data.revisions import open_local_index
 from vsa.data.shards import LatentReader
 from vsa.data.text import SentenceEncoder, TextEncoder
 from vsa.data.toy_videos import ToyClips, captions_of, clip_attributes, render_clip
@@ -95,17 +96,27 @@ class SampleStore(Protocol):
 
 
 def open_shards(
-    roots: Mapping[str, str | Path], *, drop: str | Path | None = None, tell: Callable[[str], None] = print
+    roots: Mapping[str, str | Path],
+    *,
+    revisions: Mapping[str, int | None] | None = None,
+    drop: str | Path | None = None,
+    tell: Callable[[str], None] = print,
 ) -> ShardStore:
     """Open folders of shards, without the samples of a drop list.
 
     Args:
         roots: folder by source name.
+        revisions: revision of each folder, None for the newest one, by source name; None: the newest ones.
         drop: see `vsa.data.bad_samples.read_drop_list`; None: all samples.
         tell: function called with messages for the user.
     """
-    indexes = {name: DatasetIndex.load(Path(root) / INDEX_NAME) for name, root in roots.items()}
-    indexes = chosen_samples(indexes, roots, drop=drop, tell=tell)
+    opened = {name: open_local_index(Path(root), (revisions or {}).get(name)) for name, root in roots.items()}
+    for name, (index, newest) in opened.items():
+        if index.revision < newest.revision:
+            tell(f"{roots[name]} has grown to revision {newest.revision}; revision {index.revision} of it is used")
+    indexes = {name: index for name, (index, _) in opened.items()}
+    known = {name: newest.samples.keys() for name, (_, newest) in opened.items()}
+    indexes = chosen_samples(indexes, roots, drop=drop, tell=tell, known=known)
     return ShardStore({name: LatentReader(root, index=indexes[name]) for name, root in roots.items()})
 
 
@@ -115,8 +126,12 @@ def chosen_samples(
     *,
     drop: str | Path | None,
     tell: Callable[[str], None],
+    known: Mapping[str, Collection[str]] | None = None,
 ) -> Mapping[str, DatasetIndex]:
-    """The indexes without the samples of a drop list; reports those without a digest. Arguments as in `open_shards`."""
+    """The indexes without the samples of a drop list; reports those without a digest.
+
+    Arguments as in `open_shards`; a drop list may also name samples of newer revisions, `known`.
+    """
     for name, index in indexes.items():
         if not index.sealed:
             tell(
@@ -126,7 +141,8 @@ def chosen_samples(
     if drop is None:
         return indexes
     samples = {name: index.samples.keys() for name, index in indexes.items()}
-    dropped = read_drop_list(Path(drop), samples)
+    dropped = read_drop_list(Path(drop), samples if known is None else known)
+    dropped = {name: names & samples[name] for name, names in dropped.items()}
     tell(
         f"data.drop={drop} leaves out {sum(map(len, dropped.values()))} of {sum(map(len, samples.values()))} "
         "samples; if training samples are among them, this changes the order of the others (plan hash)"
@@ -183,6 +199,11 @@ class ShardStore:
         self.fps = max(rates, key=lambda rate: rates[rate], default=USUAL_FPS)
         mean, std = pooled_statistics([reader.index for reader in self._readers.values()])
         self.latent_mean, self.latent_std = mean.float(), std.float()
+
+    @property
+    def revisions(self) -> dict[str, int]:
+        """Revision of each folder, by source."""
+        return {name: reader.index.revision for name, reader in self._readers.items()}
 
     def entry(self, source: str, sample_id: str) -> SampleEntry:
         """The entry of a sample in its index."""

@@ -17,9 +17,10 @@ from torch.utils.data import IterableDataset, get_worker_info
 from vsa.data.bad_samples import BadSample, BadSampleError, NoGoodSample
 from vsa.data.batch import StreamMark, TextPadding, VideoBatch
 from vsa.data.batch_stream import Draw, RankSlice, read_batch
-from vsa.data.index import INDEX_NAME, DatasetIndex, SampleEntry, Span, pooled_statistics
+from vsa.data.index import DatasetIndex, SampleEntry, Span, pooled_statistics
 from vsa.data.plan import SampleRef, draw64, hash64, permute_index, sample_seed
 from vsa.data.remote import RemoteError, read_file, read_spans
+from vsa.data.revisions import open_revision
 from vsa.data.sample_store import ShardStore
 from vsa.data.shards import LatentReader
 
@@ -233,16 +234,20 @@ class StreamedBatches(IterableDataset[VideoBatch]):
         )
 
 
-def open_index(folder: str) -> DatasetIndex:
-    """The `index.json` of a folder."""
-    url = f"{folder}/{INDEX_NAME}"
-    try:
-        return DatasetIndex.parse(read_file(url).decode(), url)
-    except RemoteError as error:
-        what = ": streaming needs a folder written by vsa encode, with its index" if error.missing else ""
-        raise ValueError(f"{error}{what}") from None
-    except UnicodeDecodeError as error:
-        raise ValueError(f"cannot read {url}: {error}") from None
+def open_index(folder: str, revision: int | None = None) -> DatasetIndex:
+    """The index of a folder, of one of its revisions; None: the newest one."""
+
+    def read(name: str) -> str:
+        url = f"{folder}/{name}"
+        try:
+            return read_file(url).decode()
+        except RemoteError as error:
+            what = ": streaming needs a folder written by vsa encode, with its index" if error.missing else ""
+            raise ValueError(f"{error}{what}") from None
+        except UnicodeDecodeError as error:
+            raise ValueError(f"cannot read {url}: {error}") from None
+
+    return open_revision(read, folder, revision)[0]
 
 
 def open_reader(folder: str, index: DatasetIndex) -> HeldReader:

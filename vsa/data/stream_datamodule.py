@@ -48,12 +48,15 @@ class StreamDataModule(PlanDataModule):
         val_urls: latent shards whose first samples are held in memory for validation; None: no validation.
         shuffle_buffer: number of samples in the shuffle buffer of every worker of a loader.
         drop: drop list of samples to leave out, written by `vsa check-data` or a run.
+        revision: revision of a folder that has grown, which determines how latents are normalised; None: the newest
+            one, in a resumed run that which it began with.
     """
 
     urls: str | Sequence[str]
     val_urls: str | Sequence[str] | None = None
     shuffle_buffer: AtLeastOne = 128
     drop: str | None = None
+    revision: AtLeastOne | None = None
     val_fraction: ShareBelowOne = 0.0
 
     def __post_init__(self) -> None:
@@ -71,7 +74,8 @@ class StreamDataModule(PlanDataModule):
         """Reads the indexes and the validation set; further calls do nothing."""
         if self._opened is not None:
             return
-        indexes = {TRAIN: open_index(self._train.folder)}
+        indexes = {TRAIN: open_index(self._train.folder, self.revision)}
+        self.revision = indexes[TRAIN].revision
         shards = {TRAIN: self._train}
         if self._val is not None:
             same = self._val.folder == self._train.folder
@@ -133,7 +137,18 @@ class StreamDataModule(PlanDataModule):
     def state_dict(self) -> dict[str, Any]:
         """Description of the samples, and the epoch and number of shards that all ranks have finished; a collective."""
         epoch, shards = divmod(self._next_shard(), len(self._order.shards))
-        return {**super().state_dict(), "stream": {"epoch": epoch, "shards": shards}}
+        # at the first revision the state equals that of earlier versions
+        grown = {"revision": self.revision} if self.revision != 1 else {}
+        return {**super().state_dict(), "stream": {"epoch": epoch, "shards": shards}, **grown}
+
+    def keep(self, state: Mapping[str, Any]) -> None:
+        """See the base; a stream has one revision."""
+        used = state.get("revision", 1)
+        if self.revision not in (None, used):
+            raise ValueError(
+                f"data.revision={self.revision}: the run began with revision {used} of {self._train.folder}"
+            )
+        self.revision = used
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue after `state["step"]`, at a shard boundary; ValueError if the samples differ."""

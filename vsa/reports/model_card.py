@@ -19,7 +19,8 @@ import yaml
 from vsa.checkpoints.sampling_settings import sampling_of
 from vsa.checkpoints.weight_files import HUB_ID
 from vsa.checkpoints.weight_source import RunWeights
-from vsa.data.index import INDEX_NAME, USUAL_FPS, DatasetIndex
+from vsa.data.index import USUAL_FPS
+from vsa.data.revisions import open_local_index, phases_of
 from vsa.evaluation.figures import health_curves, loss_curve
 from vsa.files import write_whole
 from vsa.reports.clips import newest_clips
@@ -168,9 +169,16 @@ def _data(source: RunWeights) -> Iterator[tuple[str, str]]:
     for what in ("codec", "text_encoder"):
         yield what.replace("_", " "), (source.state.get(what) or {}).get("id", "")
     yield "frames per second", f"{source.state.get('fps', USUAL_FPS):g}"
-    roots = [data.get("root"), *(entry.get("root") for entry in (data.get("sources") or {}).values())]
+    roots = {
+        "main": data.get("root"),
+        **{name: entry.get("root") for name, entry in (data.get("sources") or {}).items()},
+    }
     try:
-        indexes = [DatasetIndex.load(Path(root) / INDEX_NAME) for root in roots if root is not None]
+        indexes = [
+            open_local_index(Path(root), phases_of(data.get("revision"), name)[-1][1])[0]
+            for name, root in roots.items()
+            if root is not None
+        ]
     except ValueError:
         indexes = []
     if not indexes:

@@ -25,6 +25,8 @@ SHOWN = (
     "dry_run",
     "resume",
     "sweep",
+    # compared with the record of the run instead
+    "data.revision",
     "logger",
     "callbacks.progress",
     "callbacks.throughput",

@@ -40,6 +40,9 @@ LEVEL = "activation_checkpointing"
 BACKEND = "attention_backend"
 """Name in `state.json` and `run.json` of the backend that computes attention; earlier checkpoints lack it."""
 
+REVISION = "revision"
+"""Name in `state.json` of the revisions of data sets that have grown."""
+
 REPLAY = "replay"
 """Key in the state of a checkpoint that contains networks only, for the replay of one step."""
 
@@ -278,7 +281,9 @@ def load_values(parts: Mapping[str, Stateful], record: Mapping[str, Any], checkp
         refuse_missing(checkpoint, (*(name for name in record if name not in optional), WITHOUT_GRADIENT))
     own = {name: part for name, part in parts.items() if not isinstance(part, HasTensors)}
     refuse_missing(checkpoint, (name for name in own if name not in TOP_LEVEL + newer))
-    refuse_missing(checkpoint, (key for name in own if name in TOP_LEVEL for key in own[name].state_dict()))
+    values = (key for name in own if name in TOP_LEVEL for key in own[name].state_dict())
+    # a data set that had not grown yet has no revision
+    refuse_missing(checkpoint, (key for key in values if key != REVISION))
     for name, part in parts.items():
         try:
             part.load_state_dict(checkpoint.state if name in TOP_LEVEL else checkpoint.state.get(name) or {})

@@ -199,6 +199,8 @@ def _train(
     resume = _resume(cfg, run_dir)
     refuse_unknown_keys(cfg.resume.allow, cfg, {} if resume is None else resume.state["config"])
     datamodule = build(cfg.data)
+    if resume is not None:
+        datamodule.keep(resume.state)
     if budget_of(cfg) is not None:
         _check_model(cfg, datamodule, typed)
     # schedules that end with the run depend on this setting

@@ -74,6 +74,9 @@ def refuse_other_data(checkpoint: Checkpoint, data: Any, statistics: LatentStati
     """
     refuse_missing(checkpoint, ("latent_mean",))
     now = {**data.state_dict(), "latent_mean": statistics.mean.tolist()}
+    if data.plan.later:
+        # a phase may bring further shapes
+        now["latent_shapes"] = [shape for shape in checkpoint.state["latent_shapes"] if shape in now["latent_shapes"]]
     for name in ("codec", "text_encoder", "latent_shapes", "latent_mean"):
         if checkpoint.state[name] != now[name]:
             raise ValueError(

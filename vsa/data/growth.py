@@ -1,0 +1,60 @@
+"""What may be added to a data set: samples of the same encoders, from files that it does not have."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from vsa.data.codecs import Codec
+from vsa.data.index import INDEX_NAME, CodecInfo, DatasetIndex, TextInfo
+from vsa.data.text import TextEncoder
+
+
+def set_to_grow(
+    root: Path, codec: Codec, text_encoder: TextEncoder, *, image_condition: bool, fps: float | None
+) -> DatasetIndex | None:
+    """The data set in a folder to which samples are added; None: there is none yet.
+
+    Args:
+        root: folder of the data set.
+        codec: codec of the new samples.
+        text_encoder: encoder of their captions.
+        image_condition: whether they have an image condition.
+        fps: frame rate to which they are resampled; None: that of each file.
+
+    Raises:
+        ValueError: it was encoded with other settings, or does not say from which files; names both values.
+    """
+    if not (root / INDEX_NAME).exists():
+        return None
+    index = DatasetIndex.load(root / INDEX_NAME)
+    if any(sample.about.source is None for sample in index.samples.values()):
+        raise ValueError(f"{root} was encoded by an earlier version, which did not record the files: encode it again")
+    pairs: list[tuple[str, CodecInfo | TextInfo, CodecInfo | TextInfo]] = [
+        ("codec", index.codec, CodecInfo.of(codec)),
+        ("text encoder", index.text_encoder, TextInfo.of(text_encoder)),
+    ]
+    for what, theirs, ours in pairs:
+        if theirs != ours:
+            raise ValueError(f"{root} has {what} {theirs.id} ({theirs.hash}), got {ours.id} ({ours.hash})")
+    if bool(index.cond_channels) != image_condition:
+        raise ValueError(f"{root} has {index.cond_channels} channels of image condition, got {image_condition=}")
+    rates = index.rates()
+    if fps is not None and rates and set(rates) != {fps}:
+        raise ValueError(
+            f"{root} has clips of {', '.join(f'{rate:g}' for rate in sorted(rates))} frames/s, got --fps {fps:g}"
+        )
+    return index
+
+
+def new_files(files: Sequence[Path], folder: Path, grown: DatasetIndex | None) -> Sequence[Path]:
+    """The files of a folder that a data set lacks, by their names in the folder; ValueError without any."""
+    if grown is None:
+        return files
+    known = {sample.about.source for sample in grown.samples.values()}
+    new = [path for path in files if path.relative_to(folder).as_posix() not in known]
+    if not new:
+        raise ValueError(
+            f"nothing to add: all {len(files)} files in {folder} are in the data set already (by their names)"
+        )
+    return new
