@@ -40,16 +40,17 @@ def write_page(out: Path, videos: Path, report: PartsReport, plan: ClipPlan, fac
     notes: dict[str, list[Any]] = {}
     for kind, value in report.notes:
         notes.setdefault(kind, []).append(value)
-    header = {"Clips": f"{report.samples:,}", **({"Shots": plan.shots} if plan.shots else {}), **facts}
+    panels, same = _histograms(notes.get("clip", []), plan)
+    header = {"Clips": f"{report.samples:,}", "Shots": plan.shots or "", **facts, "The same for all": same}
+    header = {name: text for name, text in header.items() if text}
     page = Page(out / PAGE_NAME, title=f"Clips of {videos.resolve().name}", facts=header)
     rebuilt = notes.get("rebuilt", [])
     page.table(_sizes(notes.get("clip", []), rebuilt))
     with TemporaryDirectory() as folder:
         for name, note, picture in _pictures(rebuilt, Path(folder)):
             page.picture(name, note, picture)
-    panels, equal = _histograms(notes.get("clip", []), plan)
     if panels:
-        page.chart(Chart(key="clips", title="Histograms", note=equal, panels=panels, switches=("of",)))
+        page.chart(Chart(key="clips", title="Histograms", note="", panels=panels, switches=("of",)))
     dropped = Counter([*plan.dropped, *report.skipped])
     if dropped:
         rows = [[what, why] for what, why in dropped][:_LISTED]
@@ -106,7 +107,7 @@ def _pictures(rebuilt: Sequence[Mapping[str, Any]], folder: Path) -> list[tuple[
 
 
 def _histograms(clips: Sequence[Sequence[float]], plan: ClipPlan) -> tuple[dict[tuple[str, ...], Panel], str]:
-    """A panel for each number that is not the same for all, and a sentence on the others."""
+    """A panel for each number that is not the same for all, and the others with their values."""
     values = {
         "shot length, s": list(plan.seconds),
         "clip length, s": [frames / fps for frames, _, _, fps, *_ in clips],
@@ -120,7 +121,7 @@ def _histograms(clips: Sequence[Sequence[float]], plan: ClipPlan) -> tuple[dict[
         if len(set(numbers)) > 1
     }
     same = [f"{label} {numbers[0]:.4g}" for label, numbers in values.items() if len(set(numbers)) == 1]
-    return panels, f"The same for all: {'; '.join(same)}." if same else ""
+    return panels, "; ".join(same)
 
 
 def _bars(name: str, values: Sequence[float]) -> Series:
