@@ -8,34 +8,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vsa.evaluation.latent_distance import cells, check_features
+from vsa.evaluation.feature_distance import frechet_distance
+from vsa.evaluation.latent_distance import cells
 
 CLIPS_PER_FEATURE = 4
 """Smallest number of clips per feature; with fewer, the covariance would be mostly noise."""
-
-
-def frechet_distance(features: Tensor, reference: Tensor) -> float:
-    """Squared Fréchet distance between the Gaussians fitted to two sets: |m - n|^2 + tr(A + B - 2 (A B)^(1/2)).
-
-    m, n and A, B are means and unbiased covariances, in float64. The trace of (A B)^(1/2) is the sum of the singular
-    values of A^(1/2) B^(1/2), whose roots come from eigen-decompositions of symmetric matrices. Source: Dowson and
-    Landau, "The Fréchet distance between multivariate normal distributions" (1982); Heusel et al. (2017), equation 6.
-
-    Args:
-        features: `[N, F]`.
-        reference: `[M, F]`.
-    """
-    check_features(features, reference)
-    fits = []
-    for rows in (features.double(), reference.double()):
-        mean = rows.mean(0)
-        covariance = (rows - mean).T @ (rows - mean) / (len(rows) - 1)
-        values, vectors = torch.linalg.eigh(covariance)
-        # rounding can make zero eigenvalues negative
-        fits.append((mean, covariance, (vectors * values.clamp_min(0).sqrt()) @ vectors.T))
-    (m, a, root_a), (n, b, root_b) = fits
-    spread = a.trace() + b.trace() - 2 * torch.linalg.svdvals(root_a @ root_b).sum()
-    return float(((m - n).square().sum() + spread).clamp_min(0))
 
 
 def refuse_too_few(clips: int, channels: int) -> None:

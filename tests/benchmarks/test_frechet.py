@@ -8,9 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.toy.frechet import frechet_distance, latent_distance, latent_features
+from benchmarks.toy.frechet import latent_distance, latent_features
 from vsa.data.codecs import HaarCodec
 from vsa.data.toy_videos import render_clip
+from vsa.evaluation.feature_distance import frechet_distance
 
 CLIPS = 136
 

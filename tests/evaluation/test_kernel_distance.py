@@ -141,6 +141,23 @@ def test_motion_counts_where_the_mean_of_a_cell_does_not_change():
     assert kernel_distance(clip_features(moving)[:20, :128], clip_features(still)[20:, :128])[1] < 0.1
 
 
+class Colours:
+    """Stands in for the image network: mean colours of 8 x 8 parts of four frames, and their changes."""
+
+    def __init__(self, device: object) -> None:
+        pass
+
+    def __call__(self, video: Tensor) -> dict[str, Tensor]:
+        frames = video[::2].permute(0, 3, 1, 2).double() / 64
+        frames = torch.nn.functional.adaptive_avg_pool2d(frames, 8).flatten(1)
+        return {"frame": frames[:4], "change": frames.diff(dim=0).abs()}
+
+
+@pytest.fixture(autouse=True)
+def _quick_features(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evaluation, "ImageFeatures", Colours)
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory, tiny_overrides: tuple[str, ...]) -> Path:
     """A run of 2 steps with 24 held-out clips."""
@@ -193,12 +210,28 @@ def test_a_model_that_draws_noise_fails_and_one_that_draws_clips_passes(trained,
     assert float(row["kernel_distance_low"]) > float(row["kernel_distance_real_high"])
     assert f"kernel_distance {distance:.5g} (95% " in out
     assert f"; real {floor:.3g}, noise {ceiling:.3g})" in out
+    # by image features too, noise is at the ceiling
+    changes, most = (float(row[f"change_kernel_distance{kind}"]) for kind in ("", "_noise"))
+    assert changes > 0.5 * most
+    assert float(row["frame_frechet_distance_low"]) < float(row["frame_frechet_distance"])
+    assert f", frame_kernel_distance {float(row['frame_kernel_distance']):.5g} (95% " in out
     # the same seeds, the same numbers
     command_line(*evaluate(trained, tmp_path / "again", "--held-out", "16", "--no-val-loss", "--reference", "none"))
     (again,) = csv.DictReader((tmp_path / "again" / "evaluation.csv").open())
     assert [again[name] for name in names] == [row[name] for name in names]
 
+    # the latent distance does not need the package of the features
+    def absent(device: object) -> None:
+        raise ValueError("the features need the extra metrics")
+
+    monkeypatch.setattr(evaluation, "ImageFeatures", absent)
+    command_line(*evaluate(trained, tmp_path / "bare", "--held-out", "16", "--no-val-loss", "--reference", "none"))
+    (bare,) = csv.DictReader((tmp_path / "bare" / "evaluation.csv").open())
+    assert bare["frame_kernel_distance"] == "missing (the features need the extra metrics)"
+    assert bare["kernel_distance"] == row["kernel_distance"]
+
     # clips of the training data are near held-out ones
+    monkeypatch.setattr(evaluation, "ImageFeatures", Colours)
     data = build(read_checkpoint(next((trained / "checkpoints").glob("step-*"))).state["config"]["data"])
     data.setup()
     run = load_run(trained, device="cpu")
@@ -209,6 +242,7 @@ def test_a_model_that_draws_noise_fails_and_one_that_draws_clips_passes(trained,
     assert (status, err) == (0, "")
     (row,) = csv.DictReader((tmp_path / "good" / "evaluation.csv").open())
     assert float(row["kernel_distance"]) < 0.3 * ceiling
+    assert float(row["change_kernel_distance"]) < 0.5 * most
     assert Bar(metric="kernel_distance", bound=-1, least=False).missed(row) is not None
 
 

@@ -21,8 +21,10 @@ from vsa.checkpoints.run_checkpoint import Checkpoint
 from vsa.config import build
 from vsa.data.batch import VideoBatch
 from vsa.diffusion.decile_means import DecileMeans
+from vsa.evaluation import feature_distance
+from vsa.evaluation.feature_distance import ImageFeatures
 from vsa.evaluation.figures import draw_evaluation
-from vsa.evaluation.latent_distance import LEAST_CLIPS, against_real, refuse_few
+from vsa.evaluation.latent_distance import LEAST_CLIPS, against_real, noise_like, refuse_few
 from vsa.evaluation.record import write_record
 from vsa.evaluation.video_metrics import DATA_RANGE, black_frames, flicker, motion, psnr, ssim, uniform_frames
 from vsa.files import read_json
@@ -128,6 +130,7 @@ class Evaluator:
         self.settings = settings
         self._reference, self._lpips = reference, lpips
         self._kept: tuple[SampleSettings, Tensor] | None = None
+        self._real: tuple[Tensor, feature_distance.Features] | None = None
 
     def __call__(self, run: SamplingPipeline, checkpoint: Checkpoint, progress: ProgressFn | None = None) -> Evaluation:
         """Compute the validation loss, the clips and their metrics.
@@ -156,8 +159,8 @@ class Evaluator:
         if reference is not None:
             # over all pixels, because a clip that equals its reference would make the mean over clips infinite
             metrics["psnr"] = psnr(videos, reference)
-        distances = distances_to_real(run, checkpoint.config, latents, s.real)
-        metrics |= {} if isinstance(distances, str) else distances
+        distances, missing = self._distances(run, checkpoint.config, latents, videos)
+        metrics |= distances
         record = {
             "step": run.step,
             "digest": weights_digest(checkpoint, s.weights),
@@ -165,7 +168,7 @@ class Evaluator:
             "settings_digest": s.digest,
             "data_range": DATA_RANGE,
             "metrics": metrics,
-            "missing": {"kernel_distance": distances} if isinstance(distances, str) else {},
+            "missing": missing,
             "clips": clips,
             "sampling": settings_dict(ours, run),
             "reference_sampling": None if other is None else settings_dict(other[1], other[0]),
@@ -218,6 +221,35 @@ class Evaluator:
         self._kept = settings, clips
         return clips
 
+    def _distances(
+        self, run: SamplingPipeline, config: Mapping[str, Any], latents: Tensor, videos: Tensor
+    ) -> tuple[dict[str, float], dict[str, str]]:
+        """Distances of clips to held-out ones by latents and by image features, and the reasons why some are missing.
+
+        Args:
+            run: the model with its latent statistics.
+            config: config of its checkpoint.
+            latents: its clips, normalised `[N, C, t, h, w]`.
+            videos: the same, uint8 `[N, T, H, W, 3]`.
+        """
+        metrics: dict[str, float] = {}
+        name = "kernel_distance"
+        try:
+            real = held_out_latents(run, config, latents, self.settings.real)
+            metrics |= against_real(latents, real)
+            name = "frame_kernel_distance"
+            network = ImageFeatures(run.device)
+            # they are the same for every checkpoint
+            if self._real is None or not torch.equal(self._real[0], real):
+                self._real = real, _decoded_features(network, run, real)
+            noise = noise_like(real, len(latents), torch.Generator().manual_seed(0)).float()
+            ours = feature_distance.clip_features(network, videos)
+            metrics |= feature_distance.distances_to_real(ours, self._real[1], _decoded_features(network, run, noise))
+        except (ValueError, OSError, AttributeError) as error:
+            # the data may be gone, which is no error for the other metrics
+            return metrics, {name: " ".join(str(error).split())}
+        return metrics, {}
+
     def _clip(self, videos: Tensor, reference: Tensor | None, i: int) -> dict[str, Any]:
         metrics = {name: measure(videos[i]) for name, measure in CLIP_METRICS.items()}
         if reference is not None:
@@ -267,33 +299,36 @@ def validation_loss(run: SamplingPipeline, state: Mapping[str, Any], *, batch_si
     return means.metrics("val/loss")
 
 
-def distances_to_real(
-    run: SamplingPipeline, config: Mapping[str, Any], latents: Tensor, most: int
-) -> dict[str, float] | str:
-    """The metrics of `vsa.evaluation.latent_distance.against_real` for the held-out clips of a run.
+def held_out_latents(run: SamplingPipeline, config: Mapping[str, Any], latents: Tensor, most: int) -> Tensor:
+    """Held-out clips of a run to compare its clips with, normalised `[M, C, T, H, W]`.
 
     Args:
         run: the model with its latent statistics.
         config: config of its checkpoint.
-        latents: its clips, normalised `[N, C, T, H, W]`; only held-out clips of this shape count.
+        latents: its clips `[N, C, T, H, W]`; only held-out clips of this shape count.
         most: maximum number of held-out clips.
 
-    Returns:
-        the metrics, or the reason why they are missing.
+    Raises:
+        ValueError: less than `LEAST_CLIPS` clips on either side.
     """
     shape, real = latents.shape[1:], dict[str, Tensor]()
-    try:
-        refuse_few(len(latents), f"clips are drawn: --held-out {LEAST_CLIPS} draws them")
-        data = build(config["data"])
-        data.setup()
-        for batch in data.val_dataloader():
-            if batch.latents.shape[1:] == shape and len(real) < most:
-                real |= zip(batch.sample_ids, run.statistics.normalise(batch.latents), strict=True)
-        refuse_few(len(real), f"held-out clips have the shape {'x'.join(map(str, shape))}")
-        return against_real(latents, torch.stack([*real.values()][:most]))
-    except (ValueError, OSError, AttributeError) as error:
-        # the data may be gone, which is no error for the other metrics
-        return " ".join(str(error).split())
+    refuse_few(len(latents), f"clips are drawn: --held-out {LEAST_CLIPS} draws them")
+    data = build(config["data"])
+    data.setup()
+    for batch in data.val_dataloader():
+        if batch.latents.shape[1:] == shape and len(real) < most:
+            real |= zip(batch.sample_ids, run.statistics.normalise(batch.latents), strict=True)
+    refuse_few(len(real), f"held-out clips have the shape {'x'.join(map(str, shape))}")
+    return torch.stack([*real.values()][:most])
+
+
+def _decoded_features(network: ImageFeatures, run: SamplingPipeline, latents: Tensor) -> feature_distance.Features:
+    """Features of clips decoded from normalised latents, a few at a time."""
+    parts = [
+        feature_distance.clip_features(network, decode_latents(run.codec, part, run.statistics))
+        for part in latents.split(16)
+    ]
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
 def split_batch(batch: VideoBatch, size: int) -> Iterator[VideoBatch]:

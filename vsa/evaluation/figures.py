@@ -185,6 +185,9 @@ SHARE_PANEL = "share of frames that are black (98% of their pixels below 10%) or
 PANELS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("validation loss (thin: by noise level)", "loss", ("val/loss",)),
     ("kernel distance to held-out clips", "distance", ("kernel_distance", "kernel_distance_real")),
+    ("frames: kernel distance of image features", "distance", ("frame_kernel_distance", "frame_kernel_distance_real")),
+    ("motion: kernel distance of changes", "distance", ("change_kernel_distance", "change_kernel_distance_real")),
+    ("Fréchet distance of image features", "distance", ("frame_frechet_distance", "change_frechet_distance")),
     ("PSNR against the reference", "dB", ("psnr",)),
     ("SSIM against the reference", "SSIM", ("ssim",)),
     ("LPIPS against the reference", "LPIPS", ("lpips",)),

@@ -31,6 +31,8 @@ from vsa.sampling.pipeline import SamplingPipeline, load_run
 
 SHOWN = ("val/loss", "psnr", "ssim", "lpips", "black", "uniform", "motion", "flicker", "flicker_excess")
 
+DISTANCES = ("kernel_distance", "frame_kernel_distance", "change_kernel_distance")
+
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationRequest:
@@ -203,12 +205,14 @@ def _judge(record: Mapping[str, Any], bars: Sequence[Bar]) -> list[str]:
     """Print the metrics of a checkpoint and return one line for each bar that it misses."""
     metrics = record["metrics"]
     missing = record.get("missing", {})
-    summary = ", ".join(f"{name} {float(metrics[name]):.5g}" for name in (*SHOWN, "kernel_distance") if name in metrics)
+    summary = ", ".join(f"{name} {float(metrics[name]):.5g}" for name in SHOWN if name in metrics)
+    for name in (name for name in DISTANCES if name in metrics):
+        low, high, real, noise = (float(metrics[f"{name}_{x}"]) for x in ("low", "high", "real", "noise"))
+        summary += f", {name} {float(metrics[name]):.5g} "
+        summary += f"(95% {low:.3g} to {high:.3g}; real {real:.3g}, noise {noise:.3g})"
     if "kernel_distance" in metrics:
-        low, high, real, noise = (float(metrics[f"kernel_distance_{x}"]) for x in ("low", "high", "real", "noise"))
-        summary += f" (95% {low:.3g} to {high:.3g}; real {real:.3g}, noise {noise:.3g})"
         # clips like noise are no clips, whatever bars were asked for
-        bars = [*bars, Bar(metric="kernel_distance", bound=noise / 2, least=False)]
+        bars = [*bars, Bar(metric="kernel_distance", bound=float(metrics["kernel_distance_noise"]) / 2, least=False)]
     summary += "".join(f", {name} missing ({reason})" for name, reason in missing.items())
     print(f"step {record['step']}: {summary}", flush=True)
     return [line for line in (bar.missed(metrics, missing) for bar in bars) if line is not None]

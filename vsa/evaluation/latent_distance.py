@@ -5,6 +5,8 @@ N clips, C T H W latent channels, frames and size, F features.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -26,22 +28,23 @@ def kernel_distance(features: Tensor, reference: Tensor, *, draws: int = DRAWS) 
         mean of k(x_i, x_j) over i != j  +  mean of k(y_i, y_j) over i != j  -  2 mean of k(x_i, y_j)
 
     whose expectation is 0 for two sets of one distribution, so values below 0 occur. The interval is that of a
-    bootstrap over the clips, from seed 0, which leaves pairs of a clip with itself out as the value does.
+    bootstrap over the clips, from seed 0, which leaves pairs of a clip with itself out as the value does. Clips with
+    several rows of features, those of their frames, count with the mean over all pairs of their rows.
     Source: Binkowski et al., "Demystifying MMD GANs" (arXiv 1801.01401), section 4 (KID) and equation 4.
 
     Args:
-        features: `[N, F]`.
-        reference: `[M, F]`.
+        features: `[N, F]`, or `[N, S, F]` with S rows for each clip.
+        reference: `[M, F]`, or `[M, S, F]`.
         draws: number of bootstrap draws.
 
     Returns:
         The distance, and the ends of its interval of 95% over other clips of the same two kinds.
     """
     check_features(features, reference)
-    x, y = features.double(), reference.double()
+    x, y = (z.double() if z.ndim == 3 else z.double()[:, None] for z in (features, reference))
     # a pair of a clip with itself counts nothing
-    within = [((z @ z.T / z.shape[1] + 1) ** 3).fill_diagonal_(0) for z in (x, y)]
-    across = (x @ y.T / x.shape[1] + 1) ** 3
+    within = [_kernel(z, z).fill_diagonal_(0) for z in (x, y)]
+    across = _kernel(x, y)
 
     def estimate(*counts: Tensor) -> Tensor:
         # [draws, N] and [draws, M]: how often each clip counts
@@ -54,6 +57,12 @@ def kernel_distance(features: Tensor, reference: Tensor, *, draws: int = DRAWS) 
     counts = [resample_counts(len(z), draws, generator) for z in (x, y)]
     low, high = estimate(*counts).quantile(x.new_tensor([0.025, 0.975])).tolist()
     return estimate(x.new_ones(1, len(x)), y.new_ones(1, len(y))).item(), low, high
+
+
+def _kernel(x: Tensor, y: Tensor) -> Tensor:
+    """`[N, M]` means of the kernel over the rows of `[N, S, F]` and `[M, S, F]`."""
+    values = (x.flatten(0, 1) @ y.flatten(0, 1).T / x.shape[2] + 1) ** 3
+    return values.reshape(*x.shape[:2], *y.shape[:2]).mean((1, 3))
 
 
 def clip_features(latents: Tensor) -> Tensor:
@@ -86,25 +95,51 @@ def against_real(latents: Tensor, real: Tensor) -> dict[str, float]:
         (the ceiling); each also with `_low` and `_high`, the ends of its interval.
     """
     generator = torch.Generator().manual_seed(0)
+    noise = noise_like(real, len(latents), generator)
+    ours, target, ceiling = (clip_features(rows) for rows in (latents, real, noise))
+    return bounded("kernel_distance", kernel_distance, ours, target, ceiling, generator)
+
+
+def noise_like(real: Tensor, count: int, generator: torch.Generator) -> Tensor:
+    """Gaussian noise with the mean and the deviation of each channel of latents, float64 `[count, C, T, H, W]`."""
     real = real.detach().cpu().double()
     std, mean = torch.std_mean(real, (0, 2, 3, 4), keepdim=True)
-    noise = mean + std * torch.randn(len(latents), *real.shape[1:], generator=generator, dtype=torch.float64)
-    target = clip_features(real)
-    halves = target[torch.randperm(len(target), generator=generator)].tensor_split(2)
-    pairs = {"": (clip_features(latents), target), "_real": halves, "_noise": (clip_features(noise), target)}
-    rows = {name: zip(("", "_low", "_high"), kernel_distance(*pair), strict=True) for name, pair in pairs.items()}
-    return {f"kernel_distance{name}{end}": value for name, row in rows.items() for end, value in row}
+    return mean + std * torch.randn(count, *real.shape[1:], generator=generator, dtype=torch.float64)
+
+
+def bounded(
+    name: str,
+    distance: Callable[[Tensor, Tensor], tuple[float, float, float]],
+    ours: Tensor,
+    real: Tensor,
+    noise: Tensor,
+    generator: torch.Generator,
+) -> dict[str, float]:
+    """A distance of generated clips to real ones as `name`, its floor as `name_real` and its ceiling as `name_noise`.
+
+    Args:
+        name: name of the metric.
+        distance: the distance of two sets, and the ends of its interval.
+        ours: features of generated clips.
+        real: features of real clips, of which two halves give the floor.
+        noise: features of noise.
+        generator: source of the halves.
+    """
+    halves = real[torch.randperm(len(real), generator=generator)].tensor_split(2)
+    pairs = {"": (ours, real), "_real": halves, "_noise": (noise, real)}
+    rows = {kind: zip(("", "_low", "_high"), distance(*pair), strict=True) for kind, pair in pairs.items()}
+    return {f"{name}{kind}{end}": value for kind, row in rows.items() for end, value in row}
 
 
 def check_features(*sets: Tensor) -> None:
     """Raise ValueError for sets of other widths, of less than 2 rows, or with values that are not finite."""
     shapes = [list(rows.shape) for rows in sets]
-    if any(len(shape) != 2 for shape in shapes) or shapes[0][1] != shapes[1][1]:
+    if any(len(shape) not in (2, 3) for shape in shapes) or shapes[0][-1] != shapes[1][-1]:
         raise ValueError(f"features must be [N, F] and [M, F], got {shapes[0]} and {shapes[1]}")
     for rows in sets:
         if len(rows) < 2:
             raise ValueError(f"a distance needs at least 2 rows, got {len(rows)}")
-        if broken := int((~rows.isfinite()).any(1).sum()):
+        if broken := int((~rows.isfinite()).flatten(1).any(1).sum()):
             raise ValueError(f"features of {broken} of {len(rows)} clips are not finite")
 
 
