@@ -31,7 +31,7 @@ $(STAMP): pyproject.toml
 # the main job: video files -> latent shards -> sparse training -> sampled and scored videos
 demo: $(STAMP)
 	test -f data/toy/videos/captions.jsonl || $(BIN)/vsa toy data/toy/videos
-	test -f data/toy/shards/index.json || $(BIN)/vsa encode data/toy/videos data/toy/shards --text ngrams
+	test -f data/toy/shards/index.json || $(BIN)/vsa encode data/toy/videos data/toy/shards --codec haar --text ngrams
 	$(BIN)/vsa train experiment=quickstart overwrite=true
 	$(BIN)/python -m benchmarks.toy.score $(RUN) $(SCORE) --min-colour 0.9 --min-direction 0.5
 	$(BIN)/vsa report $(RUN)

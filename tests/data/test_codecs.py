@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vsa.data.codecs import HaarCodec, WanVAE, check_frames
+from vsa.data.codecs import DctCodec, EmbeddedCodec, HaarCodec, WanVAE, check_frames, dct_bands, dct_order, settings_of
 
 FULL = HaarCodec(768)
 
@@ -14,13 +14,14 @@ def clip(t: int, h: int, w: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(0, 256, (t, h, w, 3), generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
 
 
+@pytest.mark.parametrize("full", [FULL, DctCodec(768)])
 @given(t=st.integers(1, 3), h=st.integers(1, 3), w=st.integers(1, 4), seed=st.integers(0, 9))
 @settings(max_examples=15, deadline=None)
-def test_all_channels_reconstruct_every_clip_exactly(t: int, h: int, w: int, seed: int) -> None:
+def test_all_channels_reconstruct_every_clip_exactly(full: EmbeddedCodec, t: int, h: int, w: int, seed: int) -> None:
     video = clip(4 * t, 8 * h, 8 * w, seed)
-    latents = FULL.encode(video)
+    latents = full.encode(video)
     assert latents.shape == (768, t, h, w)
-    assert torch.equal(FULL.decode(latents), video)
+    assert torch.equal(full.decode(latents), video)
 
 
 def test_dropping_one_channel_is_noticed() -> None:
@@ -76,6 +77,40 @@ def test_id_and_hash_name_the_bands() -> None:
     # a stored data set depends on this value: changing it means changing the version inside the hash on purpose
     assert HaarCodec().hash == "bf190d1ad4b64b7e"
     assert HaarCodec(17).hash != HaarCodec(16).hash
+    assert (DctCodec().id, DctCodec().hash) == ("dct-4x8x8-c16", "d1301d8f09e40684")
+    assert DctCodec(17).hash != DctCodec(16).hash
+
+
+def test_the_cosine_transform_is_scipys() -> None:
+    fft = pytest.importorskip("scipy.fft")
+    bands = dct_bands()
+    torch.testing.assert_close(bands @ bands.T, torch.eye(768, dtype=torch.float64), atol=1e-13, rtol=0)
+    video = clip(12, 24, 40, seed=1)
+    cells = video.double().div(127.5).sub(1).reshape(3, 4, 3, 8, 5, 8, 3).permute(0, 2, 4, 1, 3, 5, 6).reshape(-1, 768)
+    expected = fft.dctn(cells.reshape(-1, 4, 8, 8, 3).numpy(), axes=(1, 2, 3, 4), norm="ortho").reshape(-1, 768)
+    torch.testing.assert_close(cells @ bands.T, torch.from_numpy(expected), atol=1e-12, rtol=0)
+    order = dct_order()
+    assert sorted(order.tolist()) == list(range(768))
+    for channels in (1, 16, 33):
+        latents = DctCodec(channels).encode(video).flatten(1).T.double()
+        torch.testing.assert_close(latents, torch.from_numpy(expected[:, order[:channels].tolist()]), atol=2e-5, rtol=0)
+    # the controls: another type of the transform, and another order of the bands
+    other = fft.dctn(cells.reshape(-1, 4, 8, 8, 3).numpy(), type=3, axes=(1, 2, 3, 4), norm="ortho").reshape(-1, 768)
+    assert abs(other - expected).max() > 0.1
+    assert (latents - torch.from_numpy(expected[:, :33])).abs().max() > 0.1
+
+
+def test_the_bands_are_in_the_order_of_the_photographs() -> None:
+    pytest.importorskip("skimage")
+    from scripts.order_bands import order_bands
+
+    assert torch.equal(order_bands(), dct_order())
+
+
+def test_settings_that_choose_an_embedded_codec() -> None:
+    assert settings_of(DctCodec(24).id) == "data.codec._target_=vsa.data.codecs.DctCodec data.codec.channels=24"
+    assert settings_of(HaarCodec().id) == "data.codec._target_=vsa.data.codecs.HaarCodec data.codec.channels=16"
+    assert settings_of("wan-vae-4x8x8-c16") == ""
 
 
 @pytest.mark.parametrize("shape", [(5, 8, 8, 3), (4, 9, 8, 3), (4, 8, 12, 3), (4, 8, 8, 1), (0, 8, 8, 3), (4, 0, 8, 3)])

@@ -12,7 +12,7 @@ from torch import nn
 from tests.data.encoding import encode_folder
 from tests.data.tiny_wan import save_pipeline
 from vsa.data.batch import VideoBatch
-from vsa.data.codecs import HaarCodec
+from vsa.data.codecs import DctCodec, HaarCodec
 from vsa.data.datamodule import LatentDataModule, PlanDataModule, ToyOnlineDataModule
 from vsa.data.plan import SampleRef, is_validation, sample_seed
 from vsa.data.shard_writer import ShardWriter
@@ -510,7 +510,7 @@ def test_configs_name_constructor_arguments(name: str, tmp_path: Path) -> None:
     data = instantiate(whole.data, _convert_="all")
     assert isinstance(data, PlanDataModule)
     assert data.batch_size == 8
-    assert type(data.codec) is HaarCodec
+    assert type(data.codec) is (DctCodec if name == "folder" else HaarCodec)
     whole.data.batch_siez = 9
     with pytest.raises(Exception, match="batch_siez"):
         instantiate(whole.data, _convert_="all")

@@ -33,12 +33,12 @@ def test_decibel() -> None:
 
 def test_lines_for_people() -> None:
     flat = torch.full((8, 16, 16, 3), 90, dtype=torch.uint8)
-    assert describe_reconstruction([], 16) == []
-    assert describe_reconstruction([("a.mp4", flat)], 16) == [
+    assert describe_reconstruction([], HaarCodec(16)) == []
+    assert describe_reconstruction([("a.mp4", flat)], HaarCodec(16)) == [
         "the codec haar-4x8x8-c16 rebuilds the clips at inf dB PSNR, the worst of 1 measured at inf dB (a.mp4)"
     ]
     rough = noise(scale=255)
-    first, second = describe_reconstruction([("a.mp4", flat), ("b.mp4", rough), ("c.mp4", noise())], 16)
+    first, second = describe_reconstruction([("a.mp4", flat), ("b.mp4", rough), ("c.mp4", noise())], HaarCodec(16))
     errors = [
         reconstruction_error(rough, HaarCodec(n)) + reconstruction_error(noise(), HaarCodec(n)) for n in (16, 24, 192)
     ]
@@ -50,5 +50,5 @@ def test_lines_for_people() -> None:
     assert second.endswith(f"{most:.1f} dB with --channels 192, or a trained codec with --model")
     assert mean < more < most < 25
     # only more than there are
-    assert "--channels 24" not in describe_reconstruction([("b.mp4", rough)], 24)[1]
-    assert len(describe_reconstruction([("c.mp4", noise(scale=16))], 16)) == 1
+    assert "--channels 24" not in describe_reconstruction([("b.mp4", rough)], HaarCodec(24))[1]
+    assert len(describe_reconstruction([("c.mp4", noise(scale=16))], HaarCodec(16))) == 1

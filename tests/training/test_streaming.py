@@ -73,6 +73,7 @@ def train(training):
             "data.val_batches=2",
             "data.shuffle_buffer=6",
             "data.text_encoder.dim=8",
+            "data.codec._target_=vsa.data.codecs.HaarCodec",
             "data.text_encoder.max_tokens=5",
             "data.num_workers=0",
             "model.text_dim=8",

@@ -52,8 +52,11 @@ def encode(
     ] = None,
     vae_dtype: Annotated[Precision, option("compute dtype of the VAE", panel=BY)] = "float32",
     text_dtype: Annotated[Precision, option("compute dtype of the text encoder", panel=BY)] = "bfloat16",
+    codec: Annotated[
+        Literal["dct", "haar"], option("embedded codec: cosine transform, or the wavelets of earlier sets", panel=BY)
+    ] = "dct",
     channels: Annotated[
-        int, option("channels of the Haar codec; 24, 48 or 192 keep more detail", panel=BY, whole=(1, MANY))
+        int, option("channels of the embedded codec; 24, 48 or 192 keep more detail", panel=BY, whole=(1, MANY))
     ] = 16,
     text_dim: Annotated[
         int | None, option("token width of the n-gram encoder (64)", panel=BY, whole=(1, 65_536))

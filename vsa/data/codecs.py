@@ -6,6 +6,7 @@ T H W frames and pixels, C t h w latent channels, frames and size.
 from __future__ import annotations
 
 import hashlib
+from functools import reduce
 from pathlib import Path
 from typing import Annotated, Any, Literal, Protocol
 
@@ -64,31 +65,30 @@ def check_frames(codec: Codec, frames: int) -> None:
     raise ValueError(f"codec {codec.id} cannot encode {frames} frames; the nearest valid {nearest}")
 
 
-@validated
-class HaarCodec:
-    """Haar wavelet codec: separable 3-D wavelets over cells of 4 x 8 x 8 pixels and an orthonormal luma/chroma split.
+Bands = Annotated[int, Bound(">=", 1), Bound("<=", 768)]
 
-    A cell holds 4 * 8 * 8 * 3 = 768 values; the codec keeps the `channels` coarsest of their 768 Haar coefficients
-    (pixels scaled to [-1, 1]). The 16 of the default are luma at half-cell resolution in time, height and width
-    (8 bands) and both chroma planes at half-cell resolution in space, averaged over the cell's 4 frames (4 + 4).
-    The bands are orthonormal: the reconstruction is the orthogonal projection of the clip onto the kept bands, and 768
-    channels reconstruct every clip exactly. It needs no weights. Source: A. Haar, "Zur Theorie der orthogonalen
-    Funktionensysteme", Math. Annalen 69 (1910).
+
+class EmbeddedCodec:
+    """Base of the codecs without weights: `channels` of the 768 orthonormal bands of a cell of 4 x 8 x 8 pixels.
+
+    Pixels are scaled to [-1, 1]. The reconstruction is the orthogonal projection of the clip onto the kept bands; fewer
+    channels are a prefix of more, and 768 reconstruct every clip exactly.
 
     Args:
-        channels: number of bands to keep, 1 to 768.
+        basis: the kept bands over pixels in (t, h, w, rgb) order, `[channels, 768]`, orthonormal rows.
+        content: integers that tell the bands from others, for the hash.
     """
 
+    name: str
     stride: tuple[int, int, int] = (4, 8, 8)
     statistics: tuple[Tensor, Tensor] | None = None
 
-    def __init__(self, channels: Annotated[int, Bound(">=", 1), Bound("<=", 768)] = 16) -> None:
-        self.channels = channels
-        self.id = f"haar-4x8x8-c{channels}"
-        self.basis = _haar_bands(self.stride)[:channels]  # [C, t*h*w*3], orthonormal rows
-        # the float32 table is rounded from float64; 1e-6 steps keep the digest the same on every machine
-        table = (self.basis.double() * 1e6).round().to(torch.int64)
-        self.hash = hashlib.sha256(f"{self.id}/v1".encode() + table.numpy().astype("<i8").tobytes()).hexdigest()[:16]
+    def __init__(self, basis: Tensor, content: Tensor) -> None:
+        self.channels = len(basis)
+        self.basis = basis.float()
+        self.id = f"{self.name}-4x8x8-c{self.channels}"
+        digest = hashlib.sha256(f"{self.id}/v1".encode() + content.numpy().astype("<i8").tobytes())
+        self.hash = digest.hexdigest()[:16]
 
     def frames_that_fit(self, frames: int) -> int:
         """Whole cells of 4 frames; an image is one frame."""
@@ -100,7 +100,7 @@ class HaarCodec:
         return self.channels, max(frames // st, 1), height // sh, width // sw
 
     def encode(self, video: Tensor) -> Tensor:
-        """Haar coefficients of a clip; an image is repeated over the 4 frames of its cell.
+        """Coefficients of a clip; an image is repeated over the 4 frames of its cell.
 
         Args:
             video: `[T, H, W, 3]` uint8 with T 1 or a multiple of 4, H and W multiples of 8.
@@ -141,6 +141,58 @@ class HaarCodec:
         # bytes are cheaper to reorder than floats
         pixels = cells.round_().clamp_(0, 255).to(torch.uint8).reshape(t, h, w, st, sh, sw, 3)
         return pixels.permute(0, 3, 1, 4, 2, 5, 6).reshape(t * st, h * sh, w * sw, 3)
+
+
+@validated
+class DctCodec(EmbeddedCodec):
+    """Discrete cosine transform over cells of 4 frames x 8 x 8 pixels x 3 colours, the embedded codec of new data sets.
+
+    The bands are those of the type-II transform, orthonormal in each of the four axes: along the colours they are luma,
+    red minus blue, and red plus blue minus twice green. They are kept in the order of their variance in photographs
+    that stand still or move slowly (`dct_bands.txt`, made by `scripts/order_bands.py`); the default keeps 12 of luma
+    and 4 of colour. Source: N. Ahmed, T. Natarajan and K. R. Rao, "Discrete Cosine Transform", IEEE Transactions on
+    Computers C-23 (1974).
+
+    Args:
+        channels: number of bands to keep, 1 to 768.
+    """
+
+    name = "dct"
+
+    def __init__(self, channels: Bands = 16) -> None:
+        order = dct_order()[:channels]
+        super().__init__(dct_bands()[order], order)
+
+
+@validated
+class HaarCodec(EmbeddedCodec):
+    """Haar wavelet codec: separable 3-D wavelets over cells of 4 x 8 x 8 pixels and an orthonormal luma/chroma split.
+
+    It keeps the `channels` coarsest bands. The 16 of the default are luma at half-cell resolution in time, height and
+    width (8 bands) and both chroma planes at half-cell resolution in space, averaged over the cell's 4 frames (4 + 4).
+    It was the codec of `vsa encode` before `DctCodec`, which rebuilds real videos better. Source: A. Haar, "Zur Theorie
+    der orthogonalen Funktionensysteme", Math. Annalen 69 (1910).
+
+    Args:
+        channels: number of bands to keep, 1 to 768.
+    """
+
+    name = "haar"
+
+    def __init__(self, channels: Bands = 16) -> None:
+        basis = _haar_bands(self.stride)[:channels]
+        # the float32 table is rounded from float64; 1e-6 steps keep the digest the same on every machine
+        super().__init__(basis, (basis.double() * 1e6).round().to(torch.int64))
+
+
+EMBEDDED = {kind.name: f"{kind.__module__}.{kind.__name__}" for kind in (DctCodec, HaarCodec)}
+"""Embedded codecs as `_target_` of a configuration, by the first word of their ids."""
+
+
+def settings_of(codec_id: str) -> str:
+    """Settings of the configuration that choose an embedded codec by its id, empty for other codecs."""
+    name, _, channels = codec_id.partition("-4x8x8-c")
+    return f"data.codec._target_={EMBEDDED[name]} data.codec.channels={channels}" if name in EMBEDDED else ""
 
 
 @validated
@@ -280,6 +332,24 @@ def _check_video(video: Tensor) -> None:
 def _check_latents(latents: Tensor, channels: int) -> None:
     if latents.dim() != 4 or latents.shape[0] != channels:
         raise ValueError(f"latents must be [{channels}, t, h, w], got {list(latents.shape)}")
+
+
+def dct_order() -> Tensor:
+    """int64 `[768]`: rows of `dct_bands`, most important first."""
+    return torch.tensor([int(row) for row in (Path(__file__).parent / "dct_bands.txt").read_text().split()])
+
+
+def dct_bands() -> Tensor:
+    """All bands of the cosine transform of a cell, float64 `[768, 768]` over (t, h, w, rgb) in rows and columns."""
+    return reduce(torch.kron, (_dct_matrix(n) for n in (*EmbeddedCodec.stride, 3)))
+
+
+def _dct_matrix(n: int) -> Tensor:
+    """Orthonormal type-II cosine basis of length n, coarse rows first, float64 `[n, n]`."""
+    k = torch.arange(n, dtype=torch.float64)
+    table = torch.cos(torch.pi / n * k[:, None] * (k + 0.5)) * (2 / n) ** 0.5
+    table[0] /= 2**0.5
+    return table
 
 
 def _haar_matrix(n: int) -> Tensor:

@@ -22,7 +22,7 @@ from vsa.data.captioner import MADE, caption_clips
 from vsa.data.captions import led_by, read_captions
 from vsa.data.clip_plan import ClipPlan, PlannedClip, find_shots, plan_films
 from vsa.data.clip_rules import PATCH
-from vsa.data.codecs import Codec, HaarCodec, WanVAE
+from vsa.data.codecs import Codec, EmbeddedCodec, WanVAE
 from vsa.data.decoder_process import DecoderPool, DecoderProcess
 from vsa.data.encode_errors import OutOfMemory, UnusableFiles, memory_errors, refuse_overlap, unusable
 from vsa.data.encode_notes import describe_notes, notes_of, rebuilt_note
@@ -312,9 +312,9 @@ class _Encoding:
                     yield self._names[i], self._options.clips.cut(self.files[i], codec, decoder, window)[0]
 
         # a trained codec reconstructs well, and may need more memory for decoding than for encoding
-        if isinstance(codec, HaarCodec):
+        if isinstance(codec, EmbeddedCodec):
             with memory_errors("the clips"):
-                yield from describe_reconstruction(measured(), codec.channels)
+                yield from describe_reconstruction(measured(), codec)
 
     def write(self, part: Path, span: range, advance: Callable[[int], None]) -> PartContent:
         """Encode the clips of a range to a part of the data set."""

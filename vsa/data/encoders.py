@@ -9,7 +9,7 @@ from typing import Literal
 
 from vsa.attention.tiling import count_tiles
 from vsa.data.clip_rules import PATCH
-from vsa.data.codecs import Codec, HaarCodec, WanVAE
+from vsa.data.codecs import Codec, DctCodec, HaarCodec, WanVAE
 from vsa.data.text import HashedNgramEncoder, SentenceEncoder, TextEncoder, UMT5Encoder, sentence_folder
 from vsa.settings import key_value
 
@@ -32,7 +32,8 @@ class EncoderChoice:
             `model`, else with the embedded codec "sentence" if it is installed and `text_dim` is None, else "ngrams".
         vae_dtype: compute dtype of the VAE.
         text_dtype: compute dtype of the text encoder.
-        channels: channels of the Haar codec.
+        codec: embedded codec: cosine transform, or the wavelets of earlier data sets.
+        channels: channels of the embedded codec.
         text_dim: token width of the n-gram encoder; None: 64.
         max_tokens: maximum number of tokens of a caption; None: 16 for n-grams, 128 for sentences, 512 for Wan.
     """
@@ -42,6 +43,7 @@ class EncoderChoice:
     text: str | None = None
     vae_dtype: Dtype = "float32"
     text_dtype: Dtype = "bfloat16"
+    codec: Literal["dct", "haar"] = "dct"
     channels: int = 16
     text_dim: int | None = None
     max_tokens: int | None = None
@@ -49,7 +51,8 @@ class EncoderChoice:
     def build(self, device: str) -> tuple[Codec, TextEncoder]:
         """The codec and the text encoder, the latter on its device."""
         vae = self.vae or self.model
-        codec = WanVAE(vae, dtype=self.vae_dtype) if vae else HaarCodec(self.channels)
+        embedded = {"dct": DctCodec, "haar": HaarCodec}[self.codec]
+        codec = WanVAE(vae, dtype=self.vae_dtype) if vae else embedded(self.channels)
         return codec, self._text_encoder(device)
 
     def _text_encoder(self, device: str) -> TextEncoder:
@@ -102,6 +105,7 @@ class EncoderChoice:
             settings += [tile] if tile == _LARGE else [tile, "sparsity=constant", *sparsity]
         else:
             settings = ["experiment=own_videos", *places, tile, *sparsity]
+            settings += [f"data.codec._target_={HaarCodec.__module__}.HaarCodec"] if self.codec == "haar" else []
             keys = ("data.codec.channels", "model.in_channels", "model.out_channels") if self.channels != 16 else ()
             settings += [f"{key}={self.channels}" for key in keys]
             keys = ("data.text_encoder.dim", "model.text_dim") if self.text_dim not in (None, 64) else ()

@@ -1,4 +1,4 @@
-"""Reconstruction quality of the Haar codec, an upper bound for models that are trained on its latents."""
+"""Reconstruction quality of the embedded codecs, an upper bound for models that are trained on its latents."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from vsa.data.codecs import HaarCodec
+from vsa.data.codecs import DctCodec, EmbeddedCodec, HaarCodec
 
 # PSNR in dB below which the loss is clearly visible
 _POOR = 25.0
@@ -18,7 +18,7 @@ _MORE_BANDS = (24, 48, 192)
 _FRAMES = 16
 
 
-def reconstruction_error(video: Tensor, codec: HaarCodec) -> float:
+def reconstruction_error(video: Tensor, codec: EmbeddedCodec) -> float:
     """Mean squared error of the pixels of a clip's first frames after encoding and decoding.
 
     Args:
@@ -36,15 +36,16 @@ def decibel(error: float) -> float:
     return 10 * math.log10(255**2 / error) if error > 0 else math.inf
 
 
-def describe_reconstruction(clips: Iterable[tuple[str, Tensor]], channels: int) -> list[str]:
+def describe_reconstruction(clips: Iterable[tuple[str, Tensor]], codec: EmbeddedCodec) -> list[str]:
     """Messages on the reconstruction quality for some clips, and on the number of bands that would improve it.
 
     Args:
         clips: name and uint8 video `[T, H, W, 3]` of some clips; without any there are no lines.
-        channels: number of bands in use.
+        codec: codec in use; others of its kind are measured beside it.
     """
-    codecs = [HaarCodec(channels), *(HaarCodec(n) for n in _MORE_BANDS if n > channels)]
-    errors = {name: [reconstruction_error(video, codec) for codec in codecs] for name, video in clips}
+    kind = DctCodec if codec.name == DctCodec.name else HaarCodec
+    codecs = [kind(n) for n in (codec.channels, *(n for n in _MORE_BANDS if n > codec.channels))]
+    errors = {name: [reconstruction_error(video, one) for one in codecs] for name, video in clips}
     if not errors:
         return []
     worst = max(errors, key=lambda name: errors[name][0])

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from vsa.data.bad_samples import read_drop_list
 from vsa.data.batch import PendingLatents
-from vsa.data.codecs import Codec
+from vsa.data.codecs import EMBEDDED, Codec, settings_of
 from vsa.data.encoders import SENTENCE_SETTINGS
 from vsa.data.index import (
     INDEX_NAME,
@@ -158,11 +159,28 @@ def refuse_other_encoders(store: SampleStore, codec: Codec, text_encoder: TextEn
     ):
         if ours != theirs:
             sentences = theirs.id.startswith(SentenceEncoder.NAME) and not ours.id.startswith(SentenceEncoder.NAME)
-            hint = f": set {' '.join(SENTENCE_SETTINGS)}" if sentences else ""
+            settings = " ".join(SENTENCE_SETTINGS) if sentences else settings_of(theirs.id)
             raise ValueError(
                 f"the shards were encoded with {what} {theirs.id} ({theirs.hash}), "
-                f"the configuration has {ours.id} ({ours.hash}){hint}"
+                f"the configuration has {ours.id} ({ours.hash})" + (f": set {settings}" if settings else "")
             )
+
+
+def follow_codec(data: Any) -> str | None:
+    """Give settings of shards with an embedded codec the kind that the record of their set names; a line about it.
+
+    Args:
+        data: settings of a data module, changed here.
+    """
+    root = data.get("root") or next((source["root"] for source in (data.get("sources") or {}).values()), None)
+    target = data.get("codec", {}).get("_target_")
+    # a set that cannot be read is refused when it is opened
+    with suppress(ValueError, OSError):
+        stored = EMBEDDED.get(DatasetIndex.load(Path(str(root)) / INDEX_NAME).codec.id.partition("-")[0])
+        if target != stored and {target, stored} == set(EMBEDDED.values()):
+            data.codec._target_ = stored
+            return f"the shards in {root} have another embedded codec: data.codec._target_={stored}"
+    return None
 
 
 class ShardStore:

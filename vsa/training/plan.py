@@ -9,6 +9,7 @@ from typing import Any
 
 from vsa.config import build, build_task, check_settings, check_targets, resolved
 from vsa.data.parallel_dims import ParallelDims
+from vsa.data.sample_store import follow_codec
 from vsa.training.estimate.gpus import GIB, GPUS, MEASURED_BY, Gpu, how_to_measure, known_gpu
 from vsa.training.estimate.run import estimate_of, full_lines, with_dense_attention
 from vsa.training.model_sizes import fill_model
@@ -76,6 +77,7 @@ def _shapes(cfg: Any, module: Any, grid: Sequence[int] | None) -> dict[tuple[int
         model = module.planned_networks()[0].model
         return {(model.in_channels, *(n * p for n, p in zip(grid, model.patch_size, strict=True))): 1}
     try:
+        follow_codec(cfg.data)
         datamodule = build(cfg.data)
         datamodule.setup("fit")
     except (OSError, ValueError) as error:

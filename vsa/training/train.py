@@ -26,6 +26,7 @@ from vsa.checkpoints.wan_config import transformer_config
 from vsa.checkpoints.weight_source import open_weights
 from vsa.config import build, build_task, check_settings, check_targets, in_run_folder, model_factory, resolved
 from vsa.data.parallel_dims import ParallelDims
+from vsa.data.sample_store import follow_codec
 from vsa.errors import told_together
 from vsa.models.init import without_memory
 from vsa.places import run_folder_of
@@ -133,6 +134,7 @@ def check_run(cfg: DictConfig, opened: dict[str, Any]) -> None:
     if cfg.dry_run:
         raise ValueError("dry_run=true applies to single runs: a sweep checks all its runs before the first one starts")
     cfg = cfg.copy()
+    follow_codec(cfg.data)
     key = OmegaConf.to_yaml(cfg.data, resolve=True)
     datamodule = opened.get(key) or build(cfg.data)
     if budget_of(cfg) is None:
@@ -198,6 +200,8 @@ def _train(
 
     resume = _resume(cfg, run_dir)
     refuse_unknown_keys(cfg.resume.allow, cfg, {} if resume is None else resume.state["config"])
+    if (line := follow_codec(cfg.data)) is not None:
+        rank_zero_info(line)
     datamodule = build(cfg.data)
     if resume is not None:
         datamodule.keep(resume.state)
