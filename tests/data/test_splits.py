@@ -68,6 +68,41 @@ def test_samples_alone_are_split_as_ever(films: Path) -> None:
     assert module(films).plan_hash == module(films, val_by="id").plan_hash != module(films, val_by="prefix").plan_hash
 
 
+@pytest.fixture(scope="module")
+def shots(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Five clips of each of 11 films, and a clip alone in its file."""
+    root = tmp_path_factory.mktemp("shots") / "shards"
+    with ShardWriter(root, codec=HaarCodec(1), text_encoder=ENCODER) as writer:
+        for i in range(56):
+            name = f"films/{i // 5}.mp4"
+            writer.add(f"clip-{i:03d}", torch.full((1, 1, 2, 2), float(i)), ["a clip"], {"source": name})
+    return root
+
+
+def test_enough_clips_of_whole_films_are_held_out(shots: Path) -> None:
+    def held(**options) -> set[int]:
+        train, val = sides(module(shots, codec=HaarCodec(1), val_fraction=0.05, **options))
+        assert len(train | val) == 56
+        assert not train & val
+        return {int(name[-3:]) for name in val}
+
+    few, enough = held(val_by="file"), held(val_by="file", val_least=16)
+    # what the fraction holds out stays so
+    assert few < enough
+    assert 16 <= len(enough) <= 20
+    for clips in (few, enough):
+        films = {i // 5 for i in clips}
+        assert sum(1 for i in range(56) if i // 5 in films) == len(clips)
+    # the control: by id films are torn apart
+    torn = held(val_least=16)
+    assert len(torn) == 16
+    assert any(0 < len(torn & set(range(5 * film, 5 * film + 5))) < 5 for film in range(11))
+    # never more than half, and none at all where nothing shall be held out
+    assert 24 <= len(held(val_by="file", val_least=1000)) <= 28
+    none = module(shots, codec=HaarCodec(1), val_fraction=0.0, val_least=16)
+    assert not sides(none)[1]
+
+
 @pytest.mark.parametrize(
     ("source", "group"),
     [

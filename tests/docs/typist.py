@@ -120,6 +120,7 @@ class Typist:
             own += SIZES
         if "120m" in experiment:
             own += ["tile_thw=[1,2,2]", "sparsity.topk=null", "sparsity.sparsity=0.5"]
+            own += ["attention.score_thw=[1,1,1]"] if "attention.score=" in str(arguments) else []
             # SHARDS are those of Wan on the same page
             own += ["data.root=HAAR_SHARDS"] if (self.folder / "HAAR_SHARDS").exists() else []
         # those under other names only change a setting, and others of a page are an alternative to the first

@@ -204,7 +204,7 @@ def test_order_of_samples_across_a_resume(forty: Path, attempt: int):
 
 def on_shards(root: Path) -> tuple[str, ...]:
     """Settings of a run on shards instead of clips that it renders itself."""
-    return ("~data", "~data.toy.size", "~data.toy.count", "data=folder", f"data.root={root}")
+    return ("~data", "~data.toy.size", "~data.toy.count", "data=folder", "data.val_least=0", f"data.root={root}")
 
 
 @pytest.mark.soak("1 to 30 samples on ranks and workers", attempts=12, short=0)

@@ -50,6 +50,7 @@ def train(training, shards):
             f"data.root={shards}",
             "data.text_encoder.dim=8",
             "data.text_encoder.max_tokens=5",
+            "data.val_least=0",
             "data.num_workers=0",
             "model.text_dim=8",
             "attention.tile_thw=[1,1,1]",

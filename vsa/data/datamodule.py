@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -24,7 +25,7 @@ from vsa.data.parallel_dims import dims_of
 from vsa.data.plan import DataPlan, SampleRef, Shape, Source, begun, split_ids
 from vsa.data.revisions import Phases, continued, phases_of, revision_at
 from vsa.data.sample_store import SampleStore, ShardStore, ToyStore, open_shards, refuse_other_encoders
-from vsa.data.splits import SplitBy, split_group
+from vsa.data.splits import SplitBy, more_held_out, split_group
 from vsa.data.text import TextEncoder
 from vsa.data.toy_shards import prepare_toy_shards
 from vsa.data.toy_videos import ToyClips
@@ -50,6 +51,7 @@ class PlanDataModule(LightningDataModule):
         validation_seed: seed of the noise in validation; None: `seed`.
         num_workers: worker processes of a loader; affects only the speed.
         val_fraction: share of the samples that is held out, by hash of their id, or of the groups of `val_by`.
+        val_least: number of samples to hold out where a positive `val_fraction` gives fewer, but at most half of all.
         val_batches: maximum number of global validation batches per latent shape (None: every held-out sample).
         caption_dropout: probability of training a sample on the null embedding.
         stats: statistics that normalise latents: of all stored latents, held-out ones too (data), of the training
@@ -71,6 +73,7 @@ class PlanDataModule(LightningDataModule):
     validation_seed: Seed | None = None
     num_workers: Workers = 0
     val_fraction: ShareBelowOne = 0.05
+    val_least: Count = 0
     val_batches: Count | None = None
     caption_dropout: Share = 0.1
     stats: Literal["data", "train", "codec"] = "data"
@@ -86,6 +89,8 @@ class PlanDataModule(LightningDataModule):
         self.noise_ahead = False
         self.start_step = 0
         self.skipped_windows: tuple[tuple[int, int], ...] = ()
+        # groups that are held out besides `val_fraction`
+        self._more: set[str] = set()
         self._opened: tuple[SampleStore, DataPlan, dict[Shape, tuple[SampleRef, ...]]] | None = None
 
     def open_store(self) -> SampleStore:
@@ -112,6 +117,10 @@ class PlanDataModule(LightningDataModule):
         _, store = next(phases)
         self._fps = store.fps
         refuse_other_encoders(store, self.codec, self.text_encoder)
+        if self.val_fraction and self.val_least:
+            ids = ((name, i) for name, shapes in store.buckets.items() for ids in shapes.values() for i in ids)
+            groups = Counter(self.split_group(store, *pair) for pair in ids)
+            self._more = more_held_out(groups, self.val_fraction, self.val_least)
         sources, validation_refs = self._split(store)
         counts = [len(ids) for source in sources.values() for ids in source.buckets.values() if ids]
         if not counts:
@@ -145,7 +154,8 @@ class PlanDataModule(LightningDataModule):
         for name, buckets in sorted(store.buckets.items()):
             train: dict[Shape, tuple[str, ...]] = {}
             for shape, ids in sorted(buckets.items()):
-                train[shape], out = split_ids(sorted(ids), self.val_fraction, partial(self.split_group, store, name))
+                group = partial(self.split_group, store, name)
+                train[shape], out = split_ids(sorted(ids), self.val_fraction, group, self._more)
                 if out:
                     validation_refs[shape] = validation_refs.get(shape, ()) + tuple(
                         SampleRef(source=name, id=i) for i in out

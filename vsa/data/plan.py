@@ -12,7 +12,7 @@ import hashlib
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -214,7 +214,7 @@ def is_validation(sample_id: str, fraction: float) -> bool:
 
 
 def split_ids(
-    ids: Iterable[str], fraction: float, group: Callable[[str], str] = str
+    ids: Iterable[str], fraction: float, group: Callable[[str], str] = str, more: Collection[str] = ()
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Split of the ids into (training ids, validation ids), in the given order.
 
@@ -222,11 +222,13 @@ def split_ids(
         ids: ids of the samples.
         fraction: share of the groups that is held out.
         group: function from an id to its group; a group is never split.
+        more: groups that are held out besides.
     """
     train: list[str] = []
     validation: list[str] = []
     for sample_id in ids:
-        (validation if is_validation(group(sample_id), fraction) else train).append(sample_id)
+        name = group(sample_id)
+        (validation if is_validation(name, fraction) or name in more else train).append(sample_id)
     return tuple(train), tuple(validation)
 
 

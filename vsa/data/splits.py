@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Literal
 
 from vsa.data.index import SampleEntry
+from vsa.data.plan import hash64, is_validation
 
 SplitBy = Literal["id", "file", "prefix", "field"]
 """`id`: each sample by itself; `file`: the samples of a file; `prefix`: the samples of files whose names differ only in
@@ -44,3 +45,20 @@ def split_group(by: SplitBy, field: str | None) -> Callable[[SampleEntry], str]:
         return source if by == "file" else _LAST_NUMBER.sub("", source.rpartition(".")[0] or source)
 
     return group
+
+
+def more_held_out(sizes: Mapping[str, int], fraction: float, least: int) -> set[str]:
+    """Groups to hold out besides the fraction, until `least` samples are held out or half of all.
+
+    Args:
+        sizes: number of samples of every group.
+        fraction: share of the groups that is held out by their hash, see `vsa.data.plan.is_validation`.
+        least: number of samples to hold out.
+    """
+    count, total = sum(size for group, size in sizes.items() if is_validation(group, fraction)), sum(sizes.values())
+    more: set[str] = set()
+    for group in sorted(sizes, key=lambda group: hash64("validation", group)):
+        if count < least and not is_validation(group, fraction) and count + sizes[group] <= total // 2:
+            more.add(group)
+            count += sizes[group]
+    return more

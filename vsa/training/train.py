@@ -275,6 +275,9 @@ def _resume(cfg: DictConfig, run_dir: Path) -> Checkpoint | None:
         if cfg.init_from not in (None, began):
             raise ValueError(f"init_from={cfg.init_from}, but the run of ckpt_path={cfg.ckpt_path} began from {began}")
         cfg.init_from = began
+        if cfg.data.get("val_least") and "val_least" not in checkpoint.state["config"]["data"]:
+            cfg.data.val_least = 0
+            rank_zero_info("the run keeps the split of an earlier version: data.val_least=0")
         rank_zero_info(f"resuming from {checkpoint.path}")
         return checkpoint
     if list_checkpoints(run_dir / "checkpoints") and not _overwrites(cfg):
