@@ -116,13 +116,15 @@ class Typist:
             # tiles of a grid of 3 x 4 x 4, where the command has not its own
             has_tiles = any(word.startswith("tile_thw=") for word in arguments)
             own += [] if has_tiles else ["tile_thw=[2,2,2]", "sparsity=constant", "sparsity.sparsity=0.5"]
+            own += ["tile_thw=[1,2,2]"] if "tile_thw=[8,4,4]" in arguments else []
+            own += ["sparsity.topk=2", "sparsity.tiles=1"] if "sparsity.topk=16" in arguments else []
         else:
             own += SIZES
         if "120m" in experiment:
             own += ["tile_thw=[1,2,2]", "sparsity.topk=null", "sparsity.sparsity=0.5"]
-            own += ["attention.score_thw=[1,1,1]"] if "attention.score=" in str(arguments) else []
             # SHARDS are those of Wan on the same page
             own += ["data.root=HAAR_SHARDS"] if (self.folder / "HAAR_SHARDS").exists() else []
+        own += ["attention.score_thw=[1,1,1]"] if "attention.score=" in str(arguments) else []
         # those under other names only change a setting, and others of a page are an alternative to the first
         again = experiment in self._trained and "ckpt_path=last" not in arguments
         dry = again or any(word.startswith("run=") and word != "run=dense" for word in arguments)
