@@ -20,7 +20,8 @@ from vsa.attention.named import example_of, layers_of, name_of
 from vsa.attention.sparsity import ConstantSparsity
 from vsa.attention.video_sparse import Backend, VideoSparseAttention
 from vsa.checkpoints.sparse_config import SparseAttentionConfig
-from vsa.integrations.diffusers.families import Family, family_of
+from vsa.integrations.diffusers.families import family_of
+from vsa.integrations.diffusers.families.family import Family
 from vsa.integrations.diffusers.processors import Processor
 from vsa.integrations.diffusers.tile_attention import CurrentPass, Pass, TileAttention
 from vsa.integrations.diffusers.ungated import UngatedVideoSparse

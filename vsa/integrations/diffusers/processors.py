@@ -1,4 +1,4 @@
-"""Attention processors for four diffusers transformers that pass q, k and v to an attention method.
+"""What the attention processors of the families share: they pass q, k and v to an attention method.
 
 B batch, L tokens of a row (video and, in joint models, text), H heads, D head dim, C = H * D model width.
 
@@ -56,60 +56,6 @@ class VideoProcessor(Processor):
         return attn.to_out[1](attn.to_out[0](out))
 
 
-class CogVideoXProcessor(Processor):
-    """Joint attention of CogVideoXTransformer3DModel: rows [text, video], norm per head, RoPE on the video."""
-
-    def __call__(
-        self,
-        attn: Any,
-        hidden_states: Tensor,
-        encoder_hidden_states: Tensor,
-        attention_mask: Tensor | None = None,
-        image_rotary_emb: tuple[Tensor, Tensor] | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        refuse_mask(attention_mask)
-        text = encoder_hidden_states.shape[1]
-        hidden = torch.cat([encoder_hidden_states, hidden_states], dim=1)
-        q, k, v = project(attn, hidden)
-        if image_rotary_emb is not None:
-            q, k = (torch.cat([x[:, :text], rotate_heads(x[:, text:], image_rotary_emb)], dim=1) for x in (q, k))
-        out = attn.to_out[1](attn.to_out[0](self.attend(q, k, v, hidden)))
-        return out[:, text:], out[:, :text]
-
-
-class HunyuanVideoProcessor(Processor):
-    """Joint attention of HunyuanVideoTransformer3DModel: rows [video, text], padding at the end, RoPE on the video.
-
-    Double blocks have separate projections for the text (`add_q_proj`); single blocks have none and leave the output
-    projection to the block. The mask is not used, because the text lengths of the pass contain the same information.
-    """
-
-    def __call__(
-        self,
-        attn: Any,
-        hidden_states: Tensor,
-        encoder_hidden_states: Tensor,
-        attention_mask: Tensor | None = None,
-        image_rotary_emb: tuple[Tensor, Tensor] | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        video = hidden_states.shape[1]
-        hidden = torch.cat([hidden_states, encoder_hidden_states], dim=1)
-        if attn.add_q_proj is None:
-            q, k, v = project(attn, hidden)
-        else:
-            text = project(attn, encoder_hidden_states, layers="add_{}_proj", norms="norm_added_{}")
-            q, k, v = (torch.cat(pair, dim=1) for pair in zip(project(attn, hidden_states), text, strict=True))
-        if image_rotary_emb is not None:
-            q, k = (torch.cat([rotate_heads(x[:, :video], image_rotary_emb), x[:, video:]], dim=1) for x in (q, k))
-        out = self.attend(q, k, v, hidden)
-        out, text_out = out[:, :video], out[:, video:]
-        if getattr(attn, "to_out", None) is not None:
-            out = attn.to_out[1](attn.to_out[0](out))
-        if getattr(attn, "to_add_out", None) is not None:
-            text_out = attn.to_add_out(text_out)
-        return out, text_out
-
-
 def refuse_mask(mask: Tensor | None) -> None:
     # any other mask than the known padding would silently be ignored
     if mask is not None:
@@ -131,7 +77,7 @@ def project(attn: Any, hidden: Tensor, layers: str = "to_{}", norms: str = "norm
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate neighbouring channel pairs of x, in at least the precision of the tables; cos and sin broadcast to x.
 
-    All four families pair neighbours and repeat each angle for both channels of its pair.
+    All families that use it pair neighbours and repeat each angle for both channels of its pair.
     """
     even, odd = x.unflatten(-1, (-1, 2)).unbind(-1)
     turned = torch.stack([-odd, even], dim=-1).flatten(-2)
