@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-import vsa.evaluation.evaluator as evaluator
+import vsa.evaluation.evaluation_folder as evaluation_folder
 import vsa.sampling.sample_writer as sample_writer
 import vsa.training.callbacks.diagnostics as diagnostics
 import vsa.training.callbacks.samples as samples
@@ -15,8 +15,8 @@ import vsa.training.callbacks.samples as samples
 # argument that holds the path, by function
 DRAWING = {
     (diagnostics, "layer_heatmaps"): 1,
-    (evaluator, "draw_evaluation"): 1,
-    (evaluator, "contact_sheet"): 2,
+    (evaluation_folder, "draw_evaluation"): 1,
+    (evaluation_folder, "contact_sheet"): 2,
     (sample_writer, "contact_sheet"): 2,
     (samples, "draw_attention"): 3,
 }

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import vsa.noise
-from vsa.data.datamodule import PlanDataModule
+from vsa.data.plan_datamodule import PlanDataModule
 
 
 class PretendedGPU:

@@ -13,8 +13,9 @@ from tests.data.encoding import encode_folder
 from tests.data.tiny_wan import save_pipeline
 from vsa.data.batch import VideoBatch
 from vsa.data.codecs import DctCodec, HaarCodec
-from vsa.data.datamodule import LatentDataModule, PlanDataModule, ToyOnlineDataModule
+from vsa.data.datamodule import LatentDataModule, ToyOnlineDataModule
 from vsa.data.plan import SampleRef, is_validation, sample_seed
+from vsa.data.plan_datamodule import PlanDataModule
 from vsa.data.shard_writer import ShardWriter
 from vsa.data.shards import LatentReader
 from vsa.data.text import HashedNgramEncoder

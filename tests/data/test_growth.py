@@ -15,8 +15,8 @@ from tests.data.encoding import encode_folder
 from tests.data.test_datamodule import assert_equal, attach, batches, module
 from vsa.data.check import check_dataset
 from vsa.data.codecs import HaarCodec
-from vsa.data.datamodule import PlanDataModule
 from vsa.data.index import INDEX_NAME, DatasetIndex
+from vsa.data.plan_datamodule import PlanDataModule
 from vsa.data.resumable_writer import OutputOptions, PartContent, join_parts, write_parts
 from vsa.data.revisions import continued, open_local_index
 from vsa.data.stream_datamodule import StreamDataModule

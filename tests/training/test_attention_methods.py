@@ -22,7 +22,7 @@ from vsa.checkpoints.sparse_config import read_sparse_config
 from vsa.checkpoints.state_file import read_state
 from vsa.checkpoints.wan_names import is_gate
 from vsa.checkpoints.weight_source import open_weights
-from vsa.data.datamodule import PlanDataModule
+from vsa.data.plan_datamodule import PlanDataModule
 from vsa.models.video_dit import VideoDiT
 from vsa.sampling.pipeline import generate, load_run
 from vsa.training.gradients import refuse_training_free

@@ -23,7 +23,7 @@ from vsa.attention.sparsity import SparsitySchedule
 from vsa.attention.video_sparse import VideoSparseAttention
 from vsa.checkpoints.sampling_settings import sampling_of
 from vsa.config import build, build_task, check_targets, in_run_folder, model_factory, resolved
-from vsa.data.datamodule import PlanDataModule
+from vsa.data.plan_datamodule import PlanDataModule
 from vsa.diffusion.distribution_matching import standard_scale
 from vsa.training.hydra_guard import composed
 from vsa.training.model_sizes import fill_model

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
 
 import vsa.checkpoints.run_checkpoint as checkpointing
-import vsa.data.datamodule as datamodule
+import vsa.data.plan_datamodule as plan_datamodule
 from tests.training.ranks import run_ranks
 from vsa.checkpoints.wan import export_pretrained
 from vsa.config import model_factory
@@ -143,14 +143,14 @@ def test_broken_slices_and_scales_would_be_seen(training, monkeypatch):
     few = (*COMMON, "trainer.max_steps=1")
     training(*few, "run=one")
     fsdp = ("trainer=fsdp", "trainer.accelerator=cpu")
-    part, backward = datamodule.PlanDataModule._part, PretrainModule.manual_backward
+    part, backward = plan_datamodule.PlanDataModule._part, PretrainModule.manual_backward
 
     def first_part(self):
-        return datamodule.RankSlice(accumulate=1, rank=0, world=part(self).world)
+        return plan_datamodule.RankSlice(accumulate=1, rank=0, world=part(self).world)
 
     def on_rank(rank: int) -> None:
         with monkeypatch.context() as patch:
-            patch.setattr(datamodule.PlanDataModule, "_part", first_part)
+            patch.setattr(plan_datamodule.PlanDataModule, "_part", first_part)
             training(*few, *fsdp, "run=slice")
         with monkeypatch.context() as patch:
             patch.setattr(PretrainModule, "manual_backward", lambda self, loss: backward(self, loss / 2))

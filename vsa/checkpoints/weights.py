@@ -23,7 +23,7 @@ from vsa.models.sharding import fill
 
 if TYPE_CHECKING:
     # not imported at run time, since the data module imports the video libraries
-    from vsa.data.datamodule import PlanDataModule
+    from vsa.data.plan_datamodule import PlanDataModule
 
 
 class WeightSource(Mapping[str, Tensor], ABC):

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from vsa.data.bad_samples import BadSampleError, write_drop_list
 from vsa.data.clip_rules import PATCH
-from vsa.data.index import DatasetIndex, SampleEntry, deviation_or_one
+from vsa.data.index import DatasetIndex, SampleEntry
+from vsa.data.index_statistics import deviation_or_one
 from vsa.data.revisions import open_local_index
 from vsa.data.shards import LatentReader
 from vsa.errors import first_of

@@ -14,9 +14,10 @@ from torch import Tensor
 
 from vsa.data.bad_samples import BadSampleError
 from vsa.data.clip_rules import ClipRules, Window, clip_size
-from vsa.data.datamodule import PlanDataModule, ToyOnlineDataModule
+from vsa.data.datamodule import ToyOnlineDataModule
 from vsa.data.index import About
 from vsa.data.plan import SampleRef, Shape
+from vsa.data.plan_datamodule import PlanDataModule
 from vsa.data.reconstruction import decibel
 from vsa.data.sample_store import clip_number
 from vsa.data.stream_datamodule import StreamDataModule

@@ -9,20 +9,15 @@ and so on; each index after the first holds the SHA-256 of the one before it.
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import json
 import math
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
-
-import numpy as np
-import torch
-from torch import Tensor
 
 from vsa.data.codecs import Codec
 from vsa.data.index_values import channel_statistics, digest, reals, whole, wholes, words
@@ -256,51 +251,6 @@ def index_text(path: Path) -> str:
         raise ValueError(f"no {path.name} in {path.parent}: not encoded, or encoding was interrupted") from None
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error}") from error
-
-
-def deviation_or_one(std: Tensor) -> Tensor:
-    """Standard deviations with 1 for constant channels (time bands of images), which must not be scaled up."""
-    return torch.where(std > 1e-6, std, torch.ones_like(std))
-
-
-def pooled_statistics(indexes: Sequence[DatasetIndex]) -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation float64 `[C]` over the latents of all data sets."""
-    mean = torch.tensor([index.latent_mean for index in indexes], dtype=torch.float64)
-    std = torch.tensor([index.latent_std for index in indexes], dtype=torch.float64)
-    if len(indexes) == 1:
-        return mean[0], std[0]
-    cells = [sum(math.prod(s.latent_shape[1:]) for s in index.samples.values()) for index in indexes]
-    share = torch.tensor(cells, dtype=torch.float64)[:, None] / sum(cells)
-    # a standard deviation of exactly 1 marks a constant channel
-    variance = torch.where(std == 1, 0, std**2)
-    pooled = (share * mean).sum(0)
-    variance = (share * (variance + (mean - pooled) ** 2)).sum(0)
-    return pooled, deviation_or_one(variance.sqrt())
-
-
-def encoded_moments(latents: Tensor) -> str:
-    """Means and standard deviations of latents `[C, t, h, w]` by channel, in the format of `About.moments`."""
-    flat = latents.double().flatten(1)
-    moments = torch.stack([flat.mean(1), flat.std(1, correction=0)]).float()
-    return base64.b64encode(moments.numpy().astype("<f4").tobytes()).decode()
-
-
-def statistics_of(samples: Iterable[SampleEntry], channels: int) -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation float64 `[C]` over the latents of the given samples, from their moments."""
-    cells, moments = list[int](), list[np.ndarray]()
-    for sample in samples:
-        payload = b"" if sample.about.moments is None else base64.b64decode(sample.about.moments)
-        values = np.frombuffer(payload, dtype="<f4") if len(payload) == 8 * channels else np.array([np.nan])
-        if not np.isfinite(values).all():
-            raise ValueError(
-                f"{INDEX_NAME} holds no statistics of sample {sample.id}: it was written by an earlier version"
-            )
-        cells.append(math.prod(sample.latent_shape[1:]))
-        moments.append(values.reshape(2, channels))
-    weights = torch.tensor(cells, dtype=torch.float64)[:, None] / sum(cells)
-    mean, std = torch.from_numpy(np.stack(moments).astype(np.float64)).unbind(1)
-    pooled = (weights * mean).sum(0)
-    return pooled, deviation_or_one((weights * (std**2 + (mean - pooled) ** 2)).sum(0).sqrt())
 
 
 def valid_id(name: str) -> bool:

@@ -21,7 +21,8 @@ from pathlib import Path
 from threading import Event
 from typing import Any, Literal
 
-from vsa.data.index import INDEX_NAME, DatasetIndex, Span, index_text, pooled_statistics
+from vsa.data.index import INDEX_NAME, DatasetIndex, Span, index_text
+from vsa.data.index_statistics import pooled_statistics
 from vsa.data.own_files import listed_shards, remove_dataset, shard_files
 from vsa.data.revisions import earlier_index, index_digest
 from vsa.errors import refuse_unwritable

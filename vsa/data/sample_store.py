@@ -23,9 +23,8 @@ from vsa.data.index import (
     DatasetIndex,
     SampleEntry,
     TextInfo,
-    deviation_or_one,
-    pooled_statistics,
 )
+from vsa.data.index_statistics import deviation_or_one, pooled_statistics
 from vsa.data.plan import SampleRef, Shape
 from vsa.data.revisions import open_local_index
 from vsa.data.shards import LatentReader

@@ -27,10 +27,9 @@ from vsa.data.index import (
     ShardEntry,
     Span,
     TextInfo,
-    deviation_or_one,
-    encoded_moments,
     valid_id,
 )
+from vsa.data.index_statistics import deviation_or_one, encoded_moments
 from vsa.data.index_values import LARGEST_VALUE
 from vsa.data.own_files import is_leftover, listed_shards, remove_dataset, shard_files
 from vsa.data.shards import NULL_KEY

@@ -17,7 +17,8 @@ from torch.utils.data import IterableDataset, get_worker_info
 from vsa.data.bad_samples import BadSample, BadSampleError, NoGoodSample
 from vsa.data.batch import StreamMark, TextPadding, VideoBatch
 from vsa.data.batch_stream import Draw, RankSlice, read_batch
-from vsa.data.index import DatasetIndex, SampleEntry, Span, pooled_statistics
+from vsa.data.index import DatasetIndex, SampleEntry, Span
+from vsa.data.index_statistics import pooled_statistics
 from vsa.data.plan import SampleRef, draw64, hash64, permute_index, sample_seed
 from vsa.data.remote import RemoteError, read_file, read_spans
 from vsa.data.revisions import open_revision

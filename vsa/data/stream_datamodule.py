@@ -14,9 +14,10 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.utils.data import DataLoader
 
 from vsa.data.batch import VideoBatch
-from vsa.data.datamodule import ENDLESS, PlanDataModule
-from vsa.data.index import DatasetIndex, SampleEntry, Span, statistics_of
+from vsa.data.index import DatasetIndex, SampleEntry, Span
+from vsa.data.index_statistics import statistics_of
 from vsa.data.plan import DataPlan, SampleRef, Shape, Source, hash64
+from vsa.data.plan_datamodule import ENDLESS, PlanDataModule
 from vsa.data.remote import RemoteError, expand_urls
 from vsa.data.sample_store import chosen_samples, refuse_other_encoders
 from vsa.data.stream import (

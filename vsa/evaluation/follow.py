@@ -13,17 +13,12 @@ from safetensors import SafetensorError
 from vsa.checkpoints.run_checkpoint import Checkpoint, list_checkpoints, read_checkpoint, resolve_checkpoint
 from vsa.checkpoints.sampling_settings import sampling_of
 from vsa.config import build, check_targets
-from vsa.data.datamodule import PlanDataModule
+from vsa.data.plan_datamodule import PlanDataModule
 from vsa.data.prompts import HELD_OUT_PROMPTS
 from vsa.errors import refuse_unwritable
 from vsa.evaluation.bars import Bar
-from vsa.evaluation.evaluator import (
-    EvaluationSettings,
-    Evaluator,
-    read_record,
-    weights_digest,
-    write_evaluation,
-)
+from vsa.evaluation.evaluation_folder import read_record, write_evaluation
+from vsa.evaluation.evaluator import EvaluationSettings, Evaluator, weights_digest
 from vsa.evaluation.video_metrics import load_lpips
 from vsa.files import own_folder
 from vsa.progress import progress_bar

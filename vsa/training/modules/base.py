@@ -46,7 +46,7 @@ from vsa.training.run_state import (
 
 if TYPE_CHECKING:
     # not imported at run time, since the data module imports the video libraries
-    from vsa.data.datamodule import PlanDataModule
+    from vsa.data.plan_datamodule import PlanDataModule
 
 
 @validated

@@ -42,7 +42,7 @@ from vsa.training.run_state import Stateful, Weights, refuse_missing
 
 if TYPE_CHECKING:
     # not imported at run time, since the data module imports the video libraries
-    from vsa.data.datamodule import PlanDataModule
+    from vsa.data.plan_datamodule import PlanDataModule
 
 _PLANNED_TURNS = 30
 """Number of generator updates over which an estimate averages the passes of an iteration."""

@@ -27,7 +27,7 @@ from vsa.training.run_state import refuse_missing
 
 if TYPE_CHECKING:
     # not imported at run time, since the data module imports the video libraries
-    from vsa.data.datamodule import PlanDataModule
+    from vsa.data.plan_datamodule import PlanDataModule
 
 
 @validated

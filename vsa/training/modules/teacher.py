@@ -19,7 +19,7 @@ from vsa.training.parallel import ParallelPlan, build_model
 
 if TYPE_CHECKING:
     # not imported at run time, since the data module imports the video libraries
-    from vsa.data.datamodule import PlanDataModule
+    from vsa.data.plan_datamodule import PlanDataModule
 
 
 def gates_from_dense(model: Network) -> Gates:
