@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import shlex
+from pathlib import Path
 
 import pytest
 import torch
 
+from tests.data.test_ltx import make_ltx_vae
 from tests.docs.pages import FENCE, ROOT, Command, commands_of
 from tests.docs.test_commands import composed, settings_of
 from tests.docs.typist import WAN, Typist, lay_out
 from tests.tiny_runs import command_line  # noqa: F401
-from vsa.config import model_factory
+from vsa.config import build, model_factory
+from vsa.data.codecs import LtxVAE
 from vsa.data.encoders import SENTENCE_SETTINGS, EncoderChoice
 from vsa.data.video_files import read_video, write_video
 from vsa.models.init import without_memory
@@ -115,3 +118,12 @@ def test_printed_paths_are_read_back(place):
     words = shlex.split(shlex.join(EncoderChoice(model=place).training_settings(place, place, {(16, 4, 16, 16)})))
     cfg = composed(*words)
     assert [cfg.data.root, cfg.data.videos, cfg.data.codec.source, cfg.init_from] == [place] * 4
+
+
+def test_the_training_on_latents_of_a_vae_alone(tmp_path: Path):
+    place = str(tmp_path / "a b")
+    make_ltx_vae().save_pretrained(place)
+    words = shlex.split(shlex.join(EncoderChoice(vae=place).training_settings("a", "b", {(8, 2, 4, 4)})))
+    cfg = composed(*words)
+    assert build(cfg.data.codec).hash == LtxVAE(place).hash
+    assert (cfg.model.in_channels, cfg.model.out_channels, cfg.task.latent_scale) == (8, 8, "channel")

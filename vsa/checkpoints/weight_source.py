@@ -40,14 +40,14 @@ from vsa.checkpoints.wan_config import transformer_config, video_dit_arguments
 from vsa.checkpoints.wan_names import config_of_wan, is_gate, is_unused, wan_to_diffusers
 from vsa.checkpoints.weight_files import WeightFiles, local_folder, pretrained_folder, read_json, some
 from vsa.checkpoints.weights import WeightSource
-from vsa.data.codecs import WanVAE
+from vsa.data.codecs import vae_kind
 from vsa.data.pretrained import weights_digest
 from vsa.models.init import without_memory
 from vsa.models.network import Network
 
 if TYPE_CHECKING:
     # not imported at run time, since the data module imports the video libraries
-    from vsa.data.datamodule import PlanDataModule
+    from vsa.data.plan_datamodule import PlanDataModule
 
 Group = Literal["ema", "model"]
 
@@ -259,7 +259,8 @@ class PretrainedWeights(WeightSource):
         if self.folder.name != "transformer" or not (vae / "config.json").is_file():
             return
         # for a Hugging Face id only the config of the VAE was downloaded, not its weights
-        theirs = WanVAE(str(vae) if Path(self.source).exists() else self.source)
+        source = str(vae) if Path(self.source).exists() else self.source
+        theirs = vae_kind(source)(source)
         if theirs.hash != data.codec.hash:
             raise ValueError(
                 f"{self.source} has the VAE {theirs.id} (hash {theirs.hash}), "

@@ -45,7 +45,7 @@ def encode(
         Shots | None, option("what finds the shots of films, which no clip leaves (auto)", panel=CLIPS)
     ] = None,
     model: Annotated[str | None, option("Wan pipeline for VAE and text encoder (folder, hub id)", panel=BY)] = None,
-    vae: Annotated[str | None, option("Wan pipeline or VAE folder for the VAE only", panel=BY)] = None,
+    vae: Annotated[str | None, option("pipeline or VAE folder of Wan or LTX for the VAE only", panel=BY)] = None,
     text: Annotated[
         str | None,
         option("text encoder: sentence, ngrams, or that of a Wan pipeline (sentence with the extra text)", panel=BY),

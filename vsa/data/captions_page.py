@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vsa.data.codecs import Codec, WanVAE
+from vsa.data.codecs import Codec
+from vsa.data.pretrained_vae import PretrainedVAE
 from vsa.data.shards import LatentReader
 from vsa.data.video_files import write_gif
 from vsa.pages.page import Clips, Page, Table
@@ -52,7 +53,7 @@ def write_captions_page(folder: Path, codec: Codec, *, device: str = "cpu") -> P
             latents = reader.latent(sample.id).to(device)
             with torch.no_grad():
                 # decoding whole clips would take a trained codec longer than encoding
-                clip = codec.decode(latents[:, :1] if isinstance(codec, WanVAE) else latents)
+                clip = codec.decode(latents[:, :1] if isinstance(codec, PretrainedVAE) else latents)
             write_gif(picture, _small(clip.cpu()), fps=4)
             words = " / ".join(caption for caption, _ in texts[sample.id])
             rows[f"{sample.id}: {words}"] = [picture]

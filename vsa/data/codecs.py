@@ -6,15 +6,16 @@ T H W frames and pixels, C t h w latent channels, frames and size.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from functools import reduce
 from pathlib import Path
-from typing import Annotated, Any, Literal, Protocol
+from typing import Annotated, Any, Protocol
 
 import torch
 from torch import Tensor
 
-from vsa.data.index_values import channel_statistics
-from vsa.data.pretrained import component_folder, config_digest, read_config, refuse_missing, weights_digest
+from vsa.data.pretrained import read_config, read_tensor
+from vsa.data.pretrained_vae import PretrainedVAE, check_latents, check_video, vae_folder
 from vsa.settings import Bound, validated
 from vsa.transfer import copy_async
 
@@ -109,7 +110,7 @@ class EmbeddedCodec:
             float32 latents `[C, T/4, H/8, W/8]`; one latent frame for an image.
         """
         st, sh, sw = self.stride
-        _check_video(video)
+        check_video(video)
         if video.shape[0] == 1:
             video = video.expand(st, -1, -1, -1)
         T, H, W, _ = video.shape
@@ -132,7 +133,7 @@ class EmbeddedCodec:
         Returns:
             uint8 video `[4*t, 8*h, 8*w, 3]`; an image is decoded to 4 frames, equal up to changes of the latents.
         """
-        _check_latents(latents, self.channels)
+        check_latents(latents, self.channels)
         st, sh, sw = self.stride
         _, t, h, w = latents.shape
         basis = copy_async(self.basis, latents.device)
@@ -196,68 +197,19 @@ def settings_of(codec_id: str) -> str:
 
 
 @validated
-class WanVAE:
+class WanVAE(PretrainedVAE):
     """The causal video VAE of Wan 2.1 (16 channels, 4 x 8 x 8) and Wan 2.2 (48 channels, 4 x 16 x 16).
 
-    The first frame becomes one latent frame, and every 4 frames after it another one: T = 1 + 4n frames give 1 + n
-    latent frames, so images need no padding. Encoding returns the mean of the posterior. Weights are loaded with the
-    first clip; the digest reads only parts of them. Needs the extra `wan` (diffusers).
-
-    Args:
-        source: a diffusers pipeline folder with `vae/`, the VAE folder itself, or a hub id.
-        dtype: compute dtype of the network: float32, bfloat16 or float16.
-        tiled_decoding: whether to decode in overlapping, blended tiles of 256 pixels: less memory, faint seams.
+    See `PretrainedVAE`; the latents are not normalised. Needs the extra `wan` (diffusers).
     """
 
-    def __init__(
-        self,
-        source: str,
-        *,
-        dtype: Literal["float32", "bfloat16", "float16"] = "float32",
-        tiled_decoding: bool = False,
-    ) -> None:
-        own = Path(source) / "config.json"
-        self._folder = own.parent if own.is_file() else component_folder(source, "vae")
-        config = read_config(self._folder, "AutoencoderKLWan")
-        for key in ("z_dim", "latents_mean", "latents_std"):
-            if key not in config:
-                raise ValueError(f"{self._folder / 'config.json'} has no {key}")
-        self.channels = int(config["z_dim"])
+    kind, name = "AutoencoderKLWan", "wan-vae"
+    needed = ("z_dim", "latents_mean", "latents_std")
+
+    def _describe(self, config: Mapping[str, Any]) -> tuple[int, tuple[int, int, int], Mapping[str, Any]]:
         # older configs omit the factors of Wan 2.1
         spatial = int(config.get("scale_factor_spatial") or 8)
-        self.stride = (int(config.get("scale_factor_temporal") or 4), spatial, spatial)
-        place = f"{self._folder / 'config.json'} has "
-        pair = channel_statistics(config, place, kind="latents", channels=self.channels)
-        self._mean, self._std = (torch.tensor(values, dtype=torch.float32) for values in pair)
-        self.statistics: tuple[Tensor, Tensor] | None = (self._mean, self._std)
-        self.id = f"wan-vae-{'x'.join(map(str, self.stride))}-c{self.channels}"
-        content = [self.id, "v1", config_digest(config), weights_digest(self._folder)]
-        self.hash = hashlib.sha256(" ".join(content).encode()).hexdigest()[:16]
-        self._dtype = getattr(torch, dtype)
-        self._tiled_decoding = tiled_decoding
-        self._vae: Any = None
-
-    def frames_that_fit(self, frames: int) -> int:
-        """One frame and whole groups of 4 after it."""
-        return frames - (frames - 1) % self.stride[0] if frames > 0 else 0
-
-    def latent_shape(self, frames: int, height: int, width: int) -> tuple[int, int, int, int]:
-        """(C, t, h, w) of a clip that fits."""
-        st, sh, sw = self.stride
-        return self.channels, 1 + (frames - 1) // st, height // sh, width // sw
-
-    @torch.no_grad()
-    def encode(self, video: Tensor) -> Tensor:
-        """Posterior mean of a clip, computed on the device of the clip.
-
-        Args:
-            video: `[T, H, W, 3]` uint8 with T = 1 + 4n, H and W multiples of the stride.
-
-        Returns:
-            float32 latents `[C, 1 + n, h, w]`, not normalised.
-        """
-        _check_video(video)
-        return self._encode_pixels(video.permute(3, 0, 1, 2).float() / 127.5 - 1)
+        return int(config["z_dim"]), (int(config.get("scale_factor_temporal") or 4), spatial, spatial), config
 
     @torch.no_grad()
     def image_condition(self, video: Tensor) -> Tensor:
@@ -272,7 +224,7 @@ class WanVAE:
         Returns:
             float32 `[4 + C, t, h, w]`, ready for the model.
         """
-        _check_video(video)
+        check_video(video)
         pixels = torch.zeros(3, *video.shape[:3], device=video.device)
         pixels[:, :1] = video[:1].permute(3, 0, 1, 2).float() / 127.5 - 1
         latents = self._encode_pixels(pixels)
@@ -281,57 +233,41 @@ class WanVAE:
         mask[:, 0] = 1
         return torch.cat((mask, (latents - mean) / std))
 
-    @torch.no_grad()
-    def decode(self, latents: Tensor) -> Tensor:
-        """The clip of the latents, computed on their device.
 
-        Args:
-            latents: `[C, t, h, w]`, any float dtype, not normalised.
+@validated
+class LtxVAE(PretrainedVAE):
+    """The video VAE of LTX-Video (128 channels, 8 x 32 x 32), of all its versions that diffusers loads.
 
-        Returns:
-            uint8 video `[1 + 4 (t - 1), H, W, 3]`.
-        """
-        _check_latents(latents, self.channels)
-        vae = self._module(latents.device)
-        vae.use_tiling = self._tiled_decoding
-        pixels = vae.decode(latents[None].to(self._dtype), return_dict=False)[0][0].float()
-        return ((pixels + 1) * 127.5).round_().clamp_(0, 255).to(torch.uint8).permute(1, 2, 3, 0).contiguous()
+    See `PretrainedVAE`; the latents are not normalised. A VAE that is told a timestep decodes at timestep 0 without
+    noise in its latents, the defaults of `LTXPipeline` (diffusers 0.42). Needs the extra `wan` (diffusers).
+    """
 
-    def _encode_pixels(self, pixels: Tensor) -> Tensor:
-        """float32 latents `[C, t, h, w]` of pixels `[3, T, H, W]` in [-1, 1]."""
-        _, T, H, W = pixels.shape
-        _, sh, sw = self.stride
-        if T == 0 or self.frames_that_fit(T) != T or H == 0 or W == 0 or H % sh or W % sw:
-            raise ValueError(
-                f"video of {T}x{H}x{W} (frames, height, width) does not fit the codec: frames 1 + a multiple of "
-                f"{self.stride[0]}, height and width multiples of the stride {sh}x{sw}"
-            )
-        vae = self._module(pixels.device)
-        # models would learn the seams of tiled encoding
-        vae.use_tiling = False
-        return vae.encode(pixels[None].to(self._dtype), return_dict=False)[0].mode()[0].float()
+    kind, name = "AutoencoderKLLTXVideo", "ltx-vae"
+    needed = ("latent_channels", "patch_size", "patch_size_t", "spatio_temporal_scaling")
 
-    def _module(self, device: torch.device) -> Any:
-        if self._vae is None:
-            from diffusers import AutoencoderKLWan
+    def _describe(self, config: Mapping[str, Any]) -> tuple[int, tuple[int, int, int], Mapping[str, Any]]:
+        halvings = 2 ** sum(config["spatio_temporal_scaling"])
+        spatial = int(config.get("spatial_compression_ratio") or config["patch_size"] * halvings)
+        temporal = int(config.get("temporal_compression_ratio") or config["patch_size_t"] * halvings)
+        self._timed = bool(config.get("timestep_conditioning"))
+        mean, std = (read_tensor(self._folder, f"latents_{moment}").float() for moment in ("mean", "std"))
+        scaled = std / float(config.get("scaling_factor") or 1)
+        statistics = {"latents_mean": mean.tolist(), "latents_std": scaled.tolist()}
+        return int(config["latent_channels"]), (temporal, spatial, spatial), statistics
 
-            loaded: Any = AutoencoderKLWan.from_pretrained(
-                self._folder, torch_dtype=self._dtype, output_loading_info=True
-            )
-            vae, info = loaded
-            refuse_missing(info, self._folder)
-            self._vae = vae.eval().requires_grad_(False)
-        return self._vae.to(device)
+    def _decode_latents(self, vae: Any, latents: Tensor) -> Tensor:
+        timestep = torch.zeros(1, device=latents.device, dtype=latents.dtype) if self._timed else None
+        # some versions add noise inside the decoder
+        with torch.random.fork_rng(range(torch.cuda.device_count())):
+            torch.manual_seed(0)
+            return vae.decode(latents, timestep, return_dict=False)[0]
 
 
-def _check_video(video: Tensor) -> None:
-    if video.dtype != torch.uint8 or video.dim() != 4 or video.shape[-1] != 3:
-        raise ValueError(f"video must be uint8 [T, H, W, 3], got {video.dtype} {list(video.shape)}")
-
-
-def _check_latents(latents: Tensor, channels: int) -> None:
-    if latents.dim() != 4 or latents.shape[0] != channels:
-        raise ValueError(f"latents must be [{channels}, t, h, w], got {list(latents.shape)}")
+def vae_kind(source: str) -> type[PretrainedVAE]:
+    """The codec for the VAE of a pipeline folder or hub id, or a VAE folder; ValueError for VAEs of other kinds."""
+    kinds: dict[str, type[PretrainedVAE]] = {each.kind: each for each in (WanVAE, LtxVAE)}
+    config = read_config(vae_folder(source), *kinds)
+    return kinds.get(config.get("_class_name", ""), WanVAE)
 
 
 def dct_order() -> Tensor:

@@ -30,6 +30,7 @@ from vsa.data.encode_options import EncodeOptions
 from vsa.data.growth import new_files, set_to_grow
 from vsa.data.index import DatasetIndex
 from vsa.data.media_folder import media_files, sample_ids
+from vsa.data.pretrained_vae import PretrainedVAE
 from vsa.data.prompts import tidy
 from vsa.data.reconstruction import describe_reconstruction
 from vsa.data.resumable_writer import (
@@ -273,7 +274,7 @@ class _Encoding:
     def _measured(self) -> set[int]:
         """Numbers of the clips that are decoded again."""
         # that takes a trained codec on a CPU minutes
-        slow = isinstance(self._codec, WanVAE) and not self._options.device.startswith("cuda")
+        slow = isinstance(self._codec, PretrainedVAE) and not self._options.device.startswith("cuda")
         return set() if slow else self.plan.measured()
 
     def describe_ahead(self) -> Iterator[str]:

@@ -9,7 +9,7 @@ from typing import Literal
 
 from vsa.attention.tiling import count_tiles
 from vsa.data.clip_rules import PATCH
-from vsa.data.codecs import Codec, DctCodec, HaarCodec, WanVAE
+from vsa.data.codecs import Codec, DctCodec, HaarCodec, vae_kind
 from vsa.data.text import HashedNgramEncoder, SentenceEncoder, TextEncoder, UMT5Encoder, sentence_folder
 from vsa.settings import key_value
 
@@ -27,7 +27,7 @@ class EncoderChoice:
 
     Args:
         model: Wan pipeline folder or hub id for both; None: the embedded ones.
-        vae: Wan pipeline folder, VAE folder or hub id for the VAE only.
+        vae: pipeline folder, VAE folder or hub id of Wan or LTX for the VAE only.
         text: "sentence" or "ngrams", or a Wan pipeline folder or hub id for the text encoder only; None: that of
             `model`, else with the embedded codec "sentence" if it is installed and `text_dim` is None, else "ngrams".
         vae_dtype: compute dtype of the VAE.
@@ -52,7 +52,7 @@ class EncoderChoice:
         """The codec and the text encoder, the latter on its device."""
         vae = self.vae or self.model
         embedded = {"dct": DctCodec, "haar": HaarCodec}[self.codec]
-        codec = WanVAE(vae, dtype=self.vae_dtype) if vae else embedded(self.channels)
+        codec = vae_kind(vae)(vae, dtype=self.vae_dtype) if vae else embedded(self.channels)
         return codec, self._text_encoder(device)
 
     def _text_encoder(self, device: str) -> TextEncoder:
@@ -90,7 +90,7 @@ class EncoderChoice:
             shapes: latent shapes `(C, T, H, W)` of the samples.
         """
         text = self._text
-        if self.vae or (text not in _TOKENS and self.text) or (self.model and self.text):
+        if (text not in _TOKENS and self.text) or (self.model and (self.vae or self.text)):
             # no data group describes parts of two pipelines
             return []
         places = [key_value("data.root", root), key_value("data.videos", videos)]
@@ -105,9 +105,15 @@ class EncoderChoice:
             settings += [tile] if tile == _LARGE else [tile, "sparsity=constant", *sparsity]
         else:
             settings = ["experiment=own_videos", *places, tile, *sparsity]
-            settings += [f"data.codec._target_={HaarCodec.__module__}.HaarCodec"] if self.codec == "haar" else []
-            keys = ("data.codec.channels", "model.in_channels", "model.out_channels") if self.channels != 16 else ()
-            settings += [f"{key}={self.channels}" for key in keys]
+            channels, own = self.channels, ["data.codec.channels"]
+            if self.vae:
+                kind, (channels, *_), own = vae_kind(self.vae), next(iter(shapes)), []
+                settings += [f"data.codec._target_={kind.__module__}.{kind.__name__}"]
+                settings += [key_value("+data.codec.source", self.vae), "task.latent_scale=channel"]
+            elif self.codec == "haar":
+                settings += [f"data.codec._target_={HaarCodec.__module__}.HaarCodec"]
+            keys = (*own, "model.in_channels", "model.out_channels") if channels != 16 else ()
+            settings += [f"{key}={channels}" for key in keys]
             keys = ("data.text_encoder.dim", "model.text_dim") if self.text_dim not in (None, 64) else ()
             settings += [f"{key}={self.text_dim}" for key in keys]
             settings += SENTENCE_SETTINGS if text == "sentence" else []

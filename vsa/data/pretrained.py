@@ -7,10 +7,13 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from vsa.files import check_kind, inner_name, open_regular, parse_json, read_json
+from vsa.files import check_kind, inner_name, open_regular, open_tensors, parse_json, read_json
 from vsa.settings import Count
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _HUB_ID = re.compile(r"[A-Za-z0-9_.-]+/[A-Za-z0-9_.-]+")
 # an entry of the header of a safetensors file
@@ -52,12 +55,13 @@ def component_folder(source: str | Path, name: str) -> Path:
     return folder / name
 
 
-def read_config(folder: Path, class_name: str) -> dict[str, Any]:
+def read_config(folder: Path, *class_names: str) -> dict[str, Any]:
     """The `config.json` of a component.
 
     Args:
         folder: component folder.
-        class_name: class that the config must name, as diffusers (`_class_name`) or transformers (`architectures`) do.
+        class_names: the config must name one of these classes, as diffusers (`_class_name`) or transformers
+            (`architectures`) do.
     """
     path = folder / "config.json"
     kind = {"_class_name?": str | None, "architectures?": list[str] | None}
@@ -66,8 +70,8 @@ def read_config(folder: Path, class_name: str) -> dict[str, Any]:
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error}") from error
     actual = config.get("_class_name") or ", ".join(config.get("architectures") or ["nothing"])
-    if actual != class_name:
-        raise ValueError(f"{path} describes {actual}, expected {class_name}")
+    if actual not in class_names:
+        raise ValueError(f"{path} describes {actual}, expected {' or '.join(class_names)}")
     return config
 
 
@@ -114,6 +118,15 @@ def weights_digest(folder: Path) -> str:
         except (OSError, ValueError) as error:
             raise ValueError(f"cannot read weights {path}: {error}") from error
     return hashlib.sha256(json.dumps(sorted(entries.items())).encode()).hexdigest()
+
+
+def read_tensor(folder: Path, name: str) -> Tensor:
+    """One tensor of the safetensors files of a folder."""
+    for path in sorted(folder.glob("*.safetensors")):
+        tensors = open_tensors(path)
+        if name in tensors.keys():  # noqa: SIM118
+            return tensors.get_tensor(name)
+    raise ValueError(f"the weights in {folder} have no tensor {name}")
 
 
 def refuse_missing(info: Mapping[str, Any], folder: Path) -> None:
