@@ -33,21 +33,23 @@ def video_sparse_oracle(
     sample: Tensor,
     is_video: Tensor,
     topk: int,
+    coarse_text: bool = False,
 ) -> Tensor:
     """Gated output of coarse and fine stage, any float dtype (computed in fp64).
 
     Args:
         q, k, v: `[B, L, H, D]` raster order.
         gate_coarse, gate_fine: like q.
-        tile_ids: int `[L]`, number of each token's tile, unique in the row for video tiles; ignored for text.
+        tile_ids: int `[L]`, number of each token's tile, unique in the row; ignored for text without `coarse_text`.
         sample: int `[L]`.
         is_video: bool `[L]`.
         topk: tiles per query tile, clamped to the tiles of the query's sample.
+        coarse_text: whether text tiles take part in the coarse stage.
     """
     q, k, v = (x.double().transpose(1, 2) for x in (q, k, v))
     scale = q.shape[-1] ** -0.5
-    tiles = sorted(set(tile_ids[is_video].tolist()))
-    members = torch.stack([(tile_ids == n) & is_video for n in tiles])
+    tiled = is_video | coarse_text
+    members = torch.stack([(tile_ids == n) & tiled for n in sorted(set(tile_ids[tiled].tolist()))])
     mean = members.double() / members.sum(1, keepdim=True)
     owner = torch.stack([sample[row][0] for row in members])
     scores = (mean @ q) @ (mean @ k).transpose(-1, -2) * scale
@@ -59,9 +61,10 @@ def video_sparse_oracle(
     mask = (same & (~is_video[:, None] | ~is_video)).expand(batch, heads, length, length).clone()
     for b in range(batch):
         for h in range(heads):
-            for i in range(len(tiles)):
-                count = min(topk, int((owner == owner[i]).sum()))
-                for j in scores[b, h, i].argsort(descending=True)[:count].tolist():
+            videos = [i for i, row in enumerate(members) if is_video[row].all()]
+            for i in videos:
+                ranked = scores[b, h, i].argsort(descending=True).tolist()
+                for j in [j for j in ranked if j in videos and owner[j] == owner[i]][:topk]:
                     mask[b, h] |= members[i][:, None] & members[j]
     logits = (q @ k.transpose(-1, -2) * scale).masked_fill(~mask, -math.inf)
     fine = logits.softmax(-1) @ v

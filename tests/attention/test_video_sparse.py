@@ -31,7 +31,8 @@ def make_method(tile=(2, 3, 2), seed=0, **options) -> VideoSparseAttention:
     method = VideoSparseAttention(dim=DIM, num_heads=HEADS, head_dim=HEAD_DIM, tile_thw=tile, **options)
     for module in method.extra_modules().values():
         torch.nn.init.normal_(module.weight, std=0.3)
-        torch.nn.init.normal_(module.bias)
+        if module.bias is not None:
+            torch.nn.init.normal_(module.bias)
     return method
 
 
@@ -58,6 +59,9 @@ def oracle_layer(method: VideoSparseAttention, layout: TileLayout, inputs, topk:
         n = segment.num_tokens
         if segment.is_video and layout.partition == "cube":
             ids += [offset + i for i in cube_ids(segment.grid_thw, layout.tile_thw)]
+        elif not segment.is_video:
+            # a tile never crosses a segment
+            ids += [offset + i // math.prod(layout.tile_thw) for i in range(n)]
         else:
             block = torch.arange(layout.num_blocks).repeat_interleave(layout.blocks.sizes.cpu())
             ids += (offset + block[layout.inverse.cpu()])[len(ids) : len(ids) + n].tolist()
@@ -70,7 +74,8 @@ def oracle_layer(method: VideoSparseAttention, layout: TileLayout, inputs, topk:
         if module is None:
             gates.append(torch.ones_like(q))
         else:
-            gates.append(F.linear(x, module.weight.double(), module.bias.double()).view_as(q))
+            bias = None if module.bias is None else module.bias.double()
+            gates.append(F.linear(x, module.weight.double(), bias).view_as(q))
     return video_sparse_oracle(
         q,
         k,
@@ -80,6 +85,7 @@ def oracle_layer(method: VideoSparseAttention, layout: TileLayout, inputs, topk:
         sample=torch.tensor(samples, device=q.device),
         is_video=torch.tensor(videos, device=q.device),
         topk=topk,
+        coarse_text=method.coarse_text,
     )
 
 
@@ -111,7 +117,9 @@ MIXED = [
     Segment((2, 4, 3), "video", 2),
     Segment((1, 1, 3), "text", 2),
 ]
-ROWS = {"single": SINGLE, "text": TEXT, "text_last": TEXT_LAST, "packed": PACKED, "mixed": MIXED}
+PREFIX = [Segment((1, 1, 17), "text"), Segment((1, 1, 5), "cond"), Segment((1, 1, 14), "cond"), Segment((3, 7, 5))]
+ROWS = {"single": SINGLE, "text": TEXT, "text_last": TEXT_LAST, "packed": PACKED, "mixed": MIXED, "prefix": PREFIX}
+H3 = {"coarse_text": True, "fine_gate": False, "gate_bias": False}
 
 
 @pytest.mark.parametrize("backend", [None, "reference"])
@@ -128,6 +136,10 @@ ROWS = {"single": SINGLE, "text": TEXT, "text_last": TEXT_LAST, "packed": PACKED
         ("packed", {"fine_gate": False}, 11),
         ("mixed", {}, 2),
         ("mixed", {}, 100),
+        ("prefix", H3, 3),
+        ("prefix", H3, 100),
+        ("text_last", {"coarse_text": True}, 3),
+        ("single", {"coarse_text": True}, 3),
     ],
     ids=str,
 )
@@ -142,6 +154,23 @@ def test_equals_the_dense_mask_definition(row, options, topk, backend, device):
     assert (out - other).abs().max() > 1e-3
     other_gate = run_layer(method, layout, [*inputs[:3], inputs[3].roll(1, dims=1)], topk)
     assert (out - other_gate).abs().max() > 1e-3
+
+
+def test_text_takes_part_in_the_coarse_stage():
+    method = make_method(**H3)
+    layout = method.layout(PREFIX, "cpu")
+    inputs = make_inputs(layout.num_tokens)
+    out = run_layer(method, layout, inputs, 3)
+    assert_same(method, inputs, out, oracle_layer(method, layout, inputs, 3), atol=1e-6)
+    assert method.pairs(layout, 3) - make_method().pairs(layout, 3) == (2 + 1 + 2) * layout.num_blocks
+    # control: without it, other queries than those of the text have another output too
+    method.coarse_text = False
+    without = oracle_layer(method, layout, inputs, 3)
+    assert (out - without)[:, 36:].abs().max() > 1e-2
+    with pytest.raises(ValueError, match="coarse_text takes rows of one sample, got 2"):
+        make_method(**H3).layout(MIXED, "cpu")
+    with pytest.raises(ValueError, match="gate_bias=False needs fine_gate=False"):
+        make_method(gate_bias=False)
 
 
 @pytest.mark.parametrize("row", ["text", "text_last"])
@@ -411,8 +440,8 @@ def test_recorder_of_one_sample_with_text_counts_video_rows():
 @pytest.mark.parametrize("row", list(ROWS))
 def test_pairs_count_what_is_executed(row):
     """Against the dense mask of a layout whose tiles are all full."""
-    tile = {"single": (3, 7, 1), "text": (1, 7, 1), "text_last": (1, 7, 5), "packed": (1, 1, 1), "mixed": (1, 1, 1)}
-    method = make_method(tile=tile[row])
+    tile = {"single": (3, 7, 1), "text": (1, 7, 1), "text_last": (1, 7, 5)}
+    method = make_method(tile=tile.get(row, (1, 1, 1)))
     layout = method.layout(ROWS[row], "cpu")
     records = []
     inputs = make_inputs(layout.num_tokens, batch=1)
@@ -515,7 +544,6 @@ def test_changing_topk_does_not_recompile():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: VideoSparseAttention(dim=12, num_heads=2, head_dim=8), r"num_heads \* head_dim, got 12 and 2 \* 8"),
         (lambda: make_method(gate_init="ones"), "gate_init=ones: expected one of identity, model, got 'ones'"),
         (lambda: run_layer(make_method(), make_method().layout(SINGLE), make_inputs(105), 0), "at least 1, got 0"),
         (lambda: run_layer(make_method(), make_method().layout(TEXT), make_inputs(122), 0), "at least 1, got 0"),

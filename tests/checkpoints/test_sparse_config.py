@@ -12,6 +12,7 @@ import pytest
 from tests.checkpoints.wan_models import config_of, ours, random_sparse
 from vsa.attention.neighborhood.method import NeighborhoodAttention
 from vsa.attention.sparge.method import SpargeAttention
+from vsa.attention.video_sparse import VideoSparseAttention
 from vsa.checkpoints.exported_sparsity import ExportedSparsity
 from vsa.checkpoints.sparse_config import (
     SPARSE_CONFIG,
@@ -101,6 +102,19 @@ def test_files_of_version_1_stay_and_those_of_version_2_may_say_less(tmp_path):
     assert SparseAttentionConfig.from_json(json.dumps(values)) == config_of(random_sparse(), refresh=2)
     with pytest.raises(ValueError, match=r"unexpected keys \[.*'settings'"):
         SparseAttentionConfig.from_json(json.dumps({**windows_of(ours(WINDOWS)).to_values(), "schema_version": 1}))
+
+
+def test_settings_that_video_sparse_got_later_are_what_they_were_before():
+    config = config_of(random_sparse(partial(VideoSparseAttention, gate_activation="tanh")))
+    values = config.to_values()
+    for name in ("gate_bias", "coarse_text"):
+        del values["settings"][name]
+    assert SparseAttentionConfig.from_json(json.dumps(values)) == config
+    values["settings"]["coarse_text"] = True
+    assert SparseAttentionConfig.from_json(json.dumps(values)) != config
+    del values["settings"]["gate_activation"]
+    with pytest.raises(ValueError, match=r"settings of video_sparse: missing \['gate_activation'\]"):
+        SparseAttentionConfig.from_json(json.dumps(values))
 
 
 def test_settings_of_sparge_that_are_constants_now_are_read():

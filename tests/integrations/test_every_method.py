@@ -112,7 +112,14 @@ def tiles(model: VideoDiT) -> int:
     return model.attention_layers[0].layout((Segment((4, 4, 4)),), "cpu").num_video_tiles
 
 
-FAMILIES = {"wan": tiny.wan, "ltx": tiny.ltx, "cogvideox": tiny.cogvideox, "hunyuan": tiny.hunyuan}
+FAMILIES = {
+    "wan": tiny.wan,
+    "ltx": tiny.ltx,
+    "cogvideox": tiny.cogvideox,
+    "hunyuan": tiny.hunyuan,
+    "hunyuan15": tiny.hunyuan15,
+    "minimax_h3": tiny.minimax_h3,
+}
 
 
 @cache

@@ -1,4 +1,4 @@
-"""Tiny random transformers of the four families, with inputs on a grid that no tile divides."""
+"""Tiny random transformers of the families, with inputs on a grid that no tile divides."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ from typing import Any
 import torch
 from diffusers import (
     CogVideoXTransformer3DModel,
+    HunyuanVideo15Transformer3DModel,
     HunyuanVideoTransformer3DModel,
     LTXVideoTransformer3DModel,
+    MiniMaxH3Transformer3DModel,
     WanTransformer3DModel,
 )
 from diffusers.models.embeddings import get_3d_rotary_pos_embed
+from diffusers.modular_pipelines.minimax_h3.before_denoise import MiniMaxH3PrepareLayoutStep
 from torch import Tensor
 
 GRID = (3, 5, 7)
@@ -126,6 +129,61 @@ def hunyuan(lengths: tuple[int, ...] = (TEXT, TEXT), **changes: Any) -> Case:
         pooled_projections=randn(batch, 8, seed=2),
     )
     return Case(model, inputs, text=TEXT)
+
+
+def hunyuan15(
+    lengths: tuple[int, ...] = (TEXT, TEXT), glyphs: tuple[int, ...] = (2, 2), image: bool = False, **changes: Any
+) -> Case:
+    """Rows with `lengths` and `glyphs` real tokens of two texts of 6 and 3, and 2 image tokens, real if `image`."""
+    torch.manual_seed(0)
+    t, h, w = GRID
+    options = dict(in_channels=4, out_channels=4, num_attention_heads=2, attention_head_dim=16, num_layers=2)
+    options |= dict(num_refiner_layers=1, mlp_ratio=2.0, text_embed_dim=8, text_embed_2_dim=8, image_embed_dim=8)
+    model = stirred(HunyuanVideo15Transformer3DModel(**{**options, "rope_axes_dim": (4, 6, 6), **changes}))
+    batch = len(lengths)
+    inputs = dict(
+        hidden_states=randn(batch, 4, t, h, w),
+        timestep=torch.tensor([700.0, 300.0, 500.0][:batch]),
+        encoder_hidden_states=randn(batch, TEXT, 8, seed=1),
+        encoder_attention_mask=(torch.arange(TEXT) < torch.tensor(lengths)[:, None]).long(),
+        encoder_hidden_states_2=randn(batch, 3, 8, seed=2),
+        encoder_attention_mask_2=(torch.arange(3) < torch.tensor(glyphs)[:, None]).long(),
+        image_embeds=randn(batch, 2, 8, seed=3) * image,
+    )
+    return Case(model, inputs, text=TEXT + 3 + 2)
+
+
+def minimax_h3(grid: tuple[int, int, int] = GRID, text: int = TEXT, keyframes: tuple[str, ...] = ()) -> Case:
+    """Rows [text | keyframes | 2 x 3 audio | video], laid out by diffusers' own pipeline step."""
+    torch.manual_seed(0)
+    t, h, w = grid
+    options = dict(num_attention_heads=2, attention_head_dim=16, hidden_size=24, num_layers=2, num_refiner_layers=1)
+    options |= dict(ffn_dim=32, in_channels=2, audio_in_channels=3, text_dim=8, freq_dim=16, time_embed_hidden_dim=24)
+    model = stirred(MiniMaxH3Transformer3DModel(**options, time_embed_dim=12, rope_freq_dim=2))
+    positions, tags, video, audio, texts, conditions, _ = MiniMaxH3PrepareLayoutStep.build_packed_sequence(
+        *(torch.ones(text), t, 2 * h, 2 * w, 3),
+        patch_size=(1, 2, 2),
+        audio_channels=2,
+        audio_tag=2,
+        video_tag=0,
+        keyframe_anchors=keyframes,
+    )
+    # clean conditions, then text and video at one timestep, audio at another
+    timesteps = torch.ones(len(tags), dtype=torch.long)
+    timesteps[video[:conditions]], timesteps[audio] = 0, 2
+    inputs = dict(
+        hidden_states=randn(2, len(video), 8),
+        audio_hidden_states=randn(2, len(audio), 3, seed=1),
+        encoder_hidden_states=randn(2, text, 8, seed=2),
+        timestep=torch.tensor([1.0, 0.3, 0.6]),
+        timestep_indices=timesteps,
+        token_tags=tags,
+        position_ids=positions,
+        video_indices=video,
+        audio_indices=audio,
+        text_indices=texts,
+    )
+    return Case(model, inputs, text=len(tags) - t * h * w)
 
 
 def difference(a: Tensor, b: Tensor) -> float:

@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from vsa.attention.base import AttentionMethod
+from vsa.attention.base import AttentionMethod, described_settings
 from vsa.attention.denoising import DenoisingPlan
 from vsa.attention.kept_tiles import KeptTiles
 from vsa.attention.layout import Partition
@@ -18,6 +18,7 @@ from vsa.attention.named import NAMED, example_of, layers_of, refuse_settings
 from vsa.attention.sparge.mask import without_readings
 from vsa.attention.sparsity import ConstantSparsity, Scaling
 from vsa.attention.tiling import BlockOrder
+from vsa.attention.video_sparse import VideoSparseAttention
 from vsa.files import inner_name, parse_json, read_text, write_whole
 from vsa.settings import Bound, Count, Positive, validated
 
@@ -38,6 +39,9 @@ _ENTRIES = {"topk_ranges": ("start", "stop", "grid_topk"), "step_topk": ("step",
 
 VERSION_2 = {"step_topk": (), "refresh": 1, "shared_cache": False, "settings": None}
 """Keys that version 1 lacks, with the values it implies: a file with only these values is written as version 1."""
+
+LATER_SETTINGS = {"gate_bias": True, "coarse_text": False}
+"""Settings of video_sparse that files of earlier versions lack, with the values they imply."""
 
 
 @validated
@@ -284,6 +288,11 @@ class SparseAttentionConfig:
                 values[name] = [tuple(entry[key] for key in keys) for entry in values.get(name, ())]
             if values["method"] == "sparge" and isinstance(values.get("settings"), Mapping):
                 values["settings"] = without_readings(values["settings"])
+            if values["method"] == "video_sparse" and isinstance(values.get("settings"), Mapping):
+                settings = LATER_SETTINGS | values["settings"]
+                # in the order of a file of this version
+                names = [name for name in described_settings(VideoSparseAttention) if name in settings]
+                values["settings"] = {name: settings[name] for name in names} | settings
             return cls(**values)
         except TypeError as error:
             raise ValueError(f"a value has the wrong type ({error})") from None

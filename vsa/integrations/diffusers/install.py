@@ -16,7 +16,7 @@ from vsa.attention.base import AttentionMethod, own_settings
 from vsa.attention.denoising import Denoising, DenoisingPass, DenoisingPlan, progress_of
 from vsa.attention.kept_tiles import Budget, KeptTiles
 from vsa.attention.layout import BlockOrder, Partition, Segment, TileLayout
-from vsa.attention.named import example_of, layers_of, name_of
+from vsa.attention.named import NAMED, example_of, layers_of, name_of
 from vsa.attention.sparsity import ConstantSparsity
 from vsa.attention.video_sparse import Backend, VideoSparseAttention
 from vsa.checkpoints.sparse_config import SparseAttentionConfig
@@ -38,13 +38,13 @@ class Installed(NamedTuple):
     Args:
         attn: attention module of the layer.
         original: original processor of the module.
-        block: block in which the method's modules are registered.
+        owner: module in which the method's modules are registered, the block or its attention.
         added: names of these modules.
     """
 
     attn: Any
     original: Any
-    block: Any
+    owner: Any
     added: tuple[str, ...]
 
 
@@ -85,7 +85,7 @@ class Applied:
         self._denoising = Denoising(plan)
 
     def before_forward(self, transformer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Forward pre-hook that reads the grid, the text lengths and the denoising step from the arguments."""
+        """Forward pre-hook that reads the grid, the text segments and the denoising step from the arguments."""
         for i, layer in enumerate(self.layers):
             _refuse_fused(layer.attn, i)
             if not isinstance(other := layer.attn.processor, Processor):
@@ -93,22 +93,18 @@ class Applied:
                 raise ValueError(f"{what}: take it back (unfuse_qkv_projections() after a fusion), or call remove()")
         signature = inspect.signature(type(transformer).forward)
         arguments = signature.bind(transformer, *args, **kwargs).arguments
-        lengths = None
-        if self.family.text_mask is not None:
-            lengths = tuple(arguments[self.family.text_mask].sum(dim=1, dtype=torch.int).tolist())
+        grid = self.family.grid(transformer.config, arguments)
         now = DenoisingPass(dense_layers=self.plan.dense_layers)
         if self._reads_timestep:
-            now = self._next_pass(arguments["timestep"], arguments["hidden_states"].detach())
+            now = self._next_pass(self.family.timestep(arguments), arguments["hidden_states"].detach())
         self.current.value = Pass(
-            grid_thw=self.family.grid(transformer.config, arguments),
-            text_lengths=lengths,
+            grid_thw=grid,
+            texts=None if self.family.texts is None else self.family.texts(arguments, grid),
             denoising=now,
         )
 
-    def _next_pass(self, timestep: Tensor | float, latents: Tensor) -> DenoisingPass:
-        plan = self.plan
-        # per-token timesteps are that of the clip, and 0 for condition tokens
-        now, before = float(torch.as_tensor(timestep).max()), self.last_timestep
+    def _next_pass(self, now: float, latents: Tensor) -> DenoisingPass:
+        plan, before = self.plan, self.last_timestep
         again = now == before
         if again and self.step == 0 and self._latents is not None:
             # with a single step, all clips have the same timestep
@@ -178,7 +174,7 @@ def apply(
     after `apply`, so that they include the gates.
 
     Args:
-        transformer: a Wan, LTX-Video, CogVideoX or HunyuanVideo transformer.
+        transformer: a transformer of one of the classes in `families.FAMILIES`.
         method: the name of a method in `configs/attention`, or a factory called with dim, num_heads, head_dim and
             layer_idx. Except for video_sparse, a method that is named must have no parameters to train.
         sparsity: share of video tiles skipped per query tile, in [0, 1).
@@ -199,12 +195,17 @@ def apply(
     """
     family = family_of(transformer)
     tiled = dict(tile_thw=tile_thw, block_order=block_order, partition=partition, gates=gates)
-    tile_options = {name: value for name, value in tiled.items() if value is not None}
+    tile_options: dict[str, Any] = {name: value for name, value in tiled.items() if value is not None}
     if tile_options and method != "video_sparse":
         name, value = next(iter(tile_options.items()))
         raise ValueError(f"{name}={value} applies to video_sparse only, got {method}")
     if settings and (callable(method) or method == "video_sparse"):
         raise ValueError(f"settings={dict(settings)} apply to named methods except video_sparse, got {method}")
+    gate_settings = dict(family.gate_settings or {})
+    if gates == "coarse_and_fine" and not gate_settings.get("gate_bias", True):
+        raise ValueError(f"gates={gates}: gates of {family.name} have no bias to start at 1, expected coarse")
+    if gates not in (None, "none"):
+        tile_options["gate_settings"] = gate_settings
     factory = method if callable(method) else _named_factory(method, tile_options, dict(settings or {}), backend)
     if method == "full" and (sparsity is not None or topk is not None):
         raise ValueError(f"full attention keeps all tiles, got sparsity={sparsity} and topk={topk}")
@@ -256,7 +257,7 @@ def remove(transformer: Any) -> None:
     for layer in applied.layers:
         layer.attn.set_processor(layer.original)
         for name in layer.added:
-            delattr(layer.block, name)
+            delattr(layer.owner, name)
     assert applied.hook is not None
     applied.hook.remove()
     del transformer._applied_attention
@@ -290,9 +291,10 @@ def video_sparse_factory(
     partition: Partition = "cube",
     block_order: BlockOrder = "nested",
     gates: Gates = "none",
+    gate_settings: Mapping[str, Any] | None = None,
     backend: Backend | None = None,
 ) -> MethodFactory:
-    """Factory of the layers of video_sparse; arguments as in `apply`."""
+    """Factory of the layers of video_sparse; arguments as in `apply` and `Family`."""
     if gates not in ("none", "coarse", "coarse_and_fine"):
         raise ValueError(f"gates must be none, coarse or coarse_and_fine, got {gates!r}")
     tiles = tuple(tile_thw)
@@ -303,7 +305,8 @@ def video_sparse_factory(
     TileLayout.build((Segment(tiles),), **layout)
     if gates == "none":
         return partial(UngatedVideoSparse, **layout, backend=backend)
-    return partial(VideoSparseAttention, **layout, fine_gate=gates == "coarse_and_fine", backend=backend)
+    fine_gate = gates == "coarse_and_fine"
+    return partial(VideoSparseAttention, **layout, **(gate_settings or {}), fine_gate=fine_gate, backend=backend)
 
 
 def constant_topk(
@@ -362,16 +365,19 @@ def install(
         attn = getattr(block, family.attention)
         applied.methods.append(_layer_method(factory, attn, i, family, backend))
         if rows and not applied.methods[i].takes_text:
-            raise ValueError(f"{type(applied.methods[i]).__name__} takes rows of one video, but {rows}")
+            fitting = ", ".join(name for name, method_class in NAMED.items() if method_class.takes_text)
+            what = f"{type(applied.methods[i]).__name__} takes rows of one video, but {rows}"
+            raise ValueError(f"{what}: use full, or with their default score {fitting}")
         applied.methods[i].check_model(len(family.blocks(transformer)))
         added = applied.methods[i].extra_modules()
+        owner = block if family.gates_in == "block" else attn
         for name in added:
-            if hasattr(block, name):
-                raise ValueError(f"block {i} already has an attribute {name}")
-        applied.layers.append(Installed(attn, attn.processor, block, tuple(added)))
+            if hasattr(owner, name):
+                raise ValueError(f"{family.gates_in} {i} already has an attribute {name}")
+        applied.layers.append(Installed(attn, attn.processor, owner, tuple(added)))
     for i, (layer, layer_method) in enumerate(zip(applied.layers, applied.methods, strict=True)):
         for name, module in layer_method.extra_modules().items():
-            layer.block.register_module(name, module)
+            layer.owner.register_module(name, module)
         attend = TileAttention(layer_method, i, applied.kept_on, applied.current, family.text)
         layer.attn.set_processor(family.processor(attend))
     applied.hook = transformer.register_forward_pre_hook(applied.before_forward, with_kwargs=True)
@@ -393,13 +399,14 @@ def _layer_method(
         processor = type(attn.processor).__name__
         raise ValueError(f"layer {layer}: expected the processor {family.original}, got {processor}")
     _refuse_fused(attn, layer)
-    head_dim = attn.inner_dim // attn.heads
+    query, heads = getattr(attn, family.query), getattr(attn, family.heads)
+    head_dim = query.out_features // heads
     if backend is not None:
         # raises for a head dim that a named backend cannot run; the device may still change
         resolve_backend(backend, torch.device("meta"), torch.bfloat16, head_dim)
     # the initialisation of gates must not change the caller's random state
     with torch.random.fork_rng(devices=[]):
-        method = factory(dim=attn.inner_dim, num_heads=attn.heads, head_dim=head_dim, layer_idx=layer)
-    weight = attn.to_q.weight
+        method = factory(dim=query.in_features, num_heads=heads, head_dim=head_dim, layer_idx=layer)
+    weight = query.weight
     # gates cannot have the dtype of quantised weights; a method without gates needs no dtype
     return method.to(weight.device, weight.dtype) if method.extra_modules() else method.to(weight.device)

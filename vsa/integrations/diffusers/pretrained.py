@@ -101,13 +101,13 @@ def load_sparse(
 
 @torch.no_grad()
 def _load_gates(transformer: Any, applied: Applied, weights: WeightFiles) -> None:
-    """Copy the gates of a checkpoint into the modules that were registered in the blocks."""
+    """Copy the gates of a checkpoint into the modules that were registered in the transformer."""
+    owners = {module: name for name, module in transformer.named_modules()}
     targets = {
-        f"{stack}.{i}.{name}.{part}": parameter
-        for stack in applied.family.stacks
-        for i, block in enumerate(getattr(transformer, stack))
-        for name in applied.layers[0].added
-        for part, parameter in getattr(block, name).named_parameters()
+        f"{owners[layer.owner]}.{name}.{part}": parameter
+        for layer in applied.layers
+        for name in layer.added
+        for part, parameter in getattr(layer.owner, name).named_parameters()
     }
     expected = {key: tuple(target.shape) for key, target in targets.items()}
     gates = {key: weights.shape(key) for key in weights.keys if is_gate(key)}

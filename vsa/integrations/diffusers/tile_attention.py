@@ -22,6 +22,8 @@ from vsa.attention.layout import Segment
 
 Grid = tuple[int, int, int]
 TextSide = Literal["none", "first", "last"]
+Texts = tuple[tuple[int, ...], ...]
+"""For each sample of a batch, the lengths of its text and condition segments, in their order in the row."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,12 +32,13 @@ class Pass:
 
     Args:
         grid_thw: video tokens along time, height, width.
-        text_lengths: number of real text tokens of each sample, the others are padding; None without padding.
+        texts: text and condition segments of each sample, other tokens beside the video are padding; None: one segment
+            without padding.
         denoising: step and progress of the pass, where the number of tiles needs them.
     """
 
     grid_thw: Grid
-    text_lengths: tuple[int, ...] | None = None
+    texts: Texts | None = None
     denoising: DenoisingPass = field(default_factory=DenoisingPass)
 
 
@@ -88,26 +91,27 @@ class TileAttention:
             raise ValueError("attention was called outside of the transformer's forward: call the transformer instead")
         batch, length = q.shape[:2]
         text = length - math.prod(now.grid_thw)
-        lengths = now.text_lengths or (text,) * batch
+        texts = now.texts or ((text,),) * batch
+        lengths = [sum(segments) for segments in texts]
         fits = text == 0 if self.text == "none" else 0 <= max(lengths) <= text
-        if not fits or len(lengths) != batch:
+        if not fits or len(texts) != batch:
             raise ValueError(f"{batch} rows of {length} tokens do not fit a grid of {now.grid_thw}, texts {lengths}")
         # samples with equally long texts share one layout
         outs, order = [], []
-        for text_length in sorted(set(lengths)):
-            rows = [i for i, n in enumerate(lengths) if n == text_length]
+        for segments in sorted(set(texts)):
+            rows = [i for i, own in enumerate(texts) if own == segments]
             # padding is at the end of the text, and padded text is at the end of the row
-            stop = length - text + text_length
+            stop = length - text + sum(segments)
             part = (x[:, :stop] if len(rows) == batch else x[rows, :stop] for x in (q, k, v, hidden))
-            out = self._attend(Row(*part), text_length, now)
-            outs.append(F.pad(out, (0, 0, 0, text - text_length)))
+            out = self._attend(Row(*part), segments, now)
+            outs.append(F.pad(out, (0, 0, 0, length - stop)))
             order += rows
         if len(outs) == 1:
             return outs[0]
         return torch.cat(outs)[torch.tensor(order).argsort().to(q.device)]
 
-    def _attend(self, row: Row, text: int, now: Pass) -> Tensor:
-        layout = self.method.layout(self._segments(now.grid_thw, text), row.q.device)
+    def _attend(self, row: Row, texts: tuple[int, ...], now: Pass) -> Tensor:
+        layout = self.method.layout(self._segments(now.grid_thw, texts), row.q.device)
         try:
             topk = self.kept_on(layout.num_video_tiles).at(now.denoising.progress, now.denoising.step)
         except ValueError as error:
@@ -118,9 +122,6 @@ class TileAttention:
         out = self.method(q, k, v, extra, ctx)
         return layout.unpermute(out).flatten(2).type_as(q)
 
-    def _segments(self, grid_thw: Grid, text: int) -> Sequence[Segment]:
-        video = Segment(grid_thw)
-        if text == 0:
-            return (video,)
-        words = Segment((1, 1, text), kind="text")
-        return (words, video) if self.text == "first" else (video, words)
+    def _segments(self, grid_thw: Grid, texts: tuple[int, ...]) -> Sequence[Segment]:
+        video, words = Segment(grid_thw), [Segment((1, 1, length), kind="text") for length in texts if length]
+        return (*words, video) if self.text == "first" else (video, *words)

@@ -6,12 +6,19 @@ from collections.abc import Mapping
 
 from torch import nn
 
-from vsa.integrations.diffusers.families import cogvideox, hunyuan_video, ltx_video, wan
+from vsa.integrations.diffusers.families import (
+    cogvideox,
+    hunyuan_video,
+    hunyuan_video15,
+    ltx_video,
+    minimax_h3,
+    wan,
+)
 from vsa.integrations.diffusers.families.family import Family
 
-FAMILIES: Mapping[str, Family] = {
-    module.FAMILY.name: module.FAMILY for module in (wan, ltx_video, cogvideox, hunyuan_video)
-}
+_FILES = (wan, ltx_video, cogvideox, hunyuan_video, hunyuan_video15, minimax_h3)
+
+FAMILIES: Mapping[str, Family] = {file.FAMILY.name: file.FAMILY for file in _FILES}
 """Families by the name of their class, so that a look-up does not import diffusers."""
 
 

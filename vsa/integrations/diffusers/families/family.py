@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
+
+import torch
 
 from vsa.integrations.diffusers.processors import Processor
-from vsa.integrations.diffusers.tile_attention import Grid, TextSide
+from vsa.integrations.diffusers.tile_attention import Grid, Texts, TextSide
 
 Arguments = Mapping[str, Any]
 """Arguments of a transformer's forward by name."""
+
+
+def largest_timestep(arguments: Arguments) -> float:
+    """The timestep of a clip: per-token timesteps are that of the clip, and 0 for condition tokens."""
+    return float(torch.as_tensor(arguments["timestep"]).max())
 
 
 class Family(NamedTuple):
@@ -23,7 +30,13 @@ class Family(NamedTuple):
         processor: class of our processor.
         grid: function from the model's config and the arguments of its forward to the token grid.
         text: side of a row on which the text is.
-        text_mask: argument of forward with the key-padding mask of the text; None without padding.
+        texts: function from the arguments of forward and the token grid to the text segments; None: one segment
+            without padding.
+        timestep: function from the arguments of forward to the timestep, 1000 is pure noise and 0 is clean.
+        query: attribute of the attention with the projection of queries.
+        heads: attribute of the attention with its number of heads.
+        gates_in: where gates are registered: the block, or its attention.
+        gate_settings: settings of video_sparse that fit the published gates of the class; None: the defaults.
         guided_batch: whether classifier-free guidance runs both passes in one batch, the unconditional half first.
     """
 
@@ -34,7 +47,12 @@ class Family(NamedTuple):
     processor: type[Processor]
     grid: Callable[[Any, Arguments], Grid]
     text: TextSide = "none"
-    text_mask: str | None = None
+    texts: Callable[[Arguments, Grid], Texts] | None = None
+    timestep: Callable[[Arguments], float] = largest_timestep
+    query: str = "to_q"
+    heads: str = "heads"
+    gates_in: Literal["block", "attention"] = "block"
+    gate_settings: Mapping[str, Any] | None = None
     guided_batch: bool = False
 
     def blocks(self, transformer: Any) -> list[Any]:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from vsa.integrations.diffusers.families.family import Arguments, Family
 from vsa.integrations.diffusers.processors import Processor, project, rotate_heads
-from vsa.integrations.diffusers.tile_attention import Grid
+from vsa.integrations.diffusers.tile_attention import Grid, Texts
 
 
 class HunyuanVideoProcessor(Processor):
@@ -50,6 +50,11 @@ def _grid(config: Any, arguments: Arguments) -> Grid:
     return t // config.patch_size_t, h // config.patch_size, w // config.patch_size
 
 
+def _texts(arguments: Arguments, grid: Grid) -> Texts:
+    lengths = arguments["encoder_attention_mask"].sum(dim=1, dtype=torch.int)
+    return tuple((length,) for length in lengths.tolist())
+
+
 FAMILY = Family(
     name="HunyuanVideoTransformer3DModel",
     stacks=("transformer_blocks", "single_transformer_blocks"),
@@ -58,5 +63,5 @@ FAMILY = Family(
     processor=HunyuanVideoProcessor,
     grid=_grid,
     text="last",
-    text_mask="encoder_attention_mask",
+    texts=_texts,
 )
