@@ -12,7 +12,13 @@ from torch import Tensor
 from vsa_kernels import gated_residual
 from vsa_kernels.residual_norm.gated_op import gated_residual_bwd, gated_residual_fwd
 
-from tests.kernels.elementwise import assert_close, dtypes, poisoned_outputs  # noqa: F401 (the fixture)
+from tests.kernels.elementwise import (
+    assert_close,
+    dtypes,
+    poisoned_outputs,  # noqa: F401 (the fixture)
+    spread,
+    two_rows,
+)
 from tests.kernels.interpreted import further
 
 # B, L, C: odd sizes, several programs a sample, more channels than a program has
@@ -154,6 +160,28 @@ def test_triton_refuses_gates_of_each_token(triton_device):
     p = problem((2, 5, 6), False, triton_device)
     with pytest.raises(ValueError, match="triton takes one row of parameters per sample, got one per token"):
         gated_residual(p["x"], p["update"], p["gate"].repeat(1, 5, 1), backend="triton")
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_tokens_have_one_of_two_gates(backend, request, monkeypatch):
+    device = request.getfixturevalue("triton_device") if backend == "triton" else torch.device("cpu")
+    if backend == "triton":
+        from vsa_kernels.residual_norm import triton_gated_residual
+
+        for name, value in (("_FEWEST_ROWS", 8), ("_MOST_ROWS", 8), ("_TILE_ROWS", 4)):
+            monkeypatch.setattr(triton_gated_residual, name, value)
+    for dtype in dtypes(device, backend == "triton"):
+        p, places = two_rows(problem((2, 37, 130), True, device, dtype), [8, 2, 21, 3, 4, 11, 12, 13, 1], device)
+        actual = results(partial(ours, backend=backend, places=places), **p)
+
+        def define_rows(gate: Tensor, places: Any = places, **others: Any) -> Tensor:
+            return define(gate=spread(places, gate)[0], **others)
+
+        expected = results(define_rows, **p)
+        assert_close(actual, expected, dtype)
+        # the control: the gates of neighbours
+        with pytest.raises(AssertionError):
+            assert_close(results(partial(define_rows, places=(places[0].roll(1), 9)), **p), expected, dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)

@@ -35,6 +35,18 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "another bias": ({"bias": torch.zeros(2, 1, 4)}, r"bias must be a float \[4\], got torch.float32 \[2, 1, 4\]"),
     "an eps below 0": ({"eps": -1.0}, "eps must be finite and at least 0, got -1.0"),
     "an unknown backend": ({"backend": "gather"}, "backend must be reference, triton or None"),
+    "places of other tokens": (
+        {"places": (torch.zeros(4, dtype=torch.int32), 1)},
+        r"places must hold an int32 \[3\], got torch.int32 \[4\]",
+    ),
+    "more places than tokens": (
+        {"places": (torch.arange(3, dtype=torch.int32), 4)},
+        "places must hold a number of tokens up to 3, got 4",
+    ),
+    "places of one row": (
+        {"places": (torch.arange(3, dtype=torch.int32), 1)},
+        r"gate must be a float \[2, 2, 4\], got",
+    ),
     "another device": ({"bias": torch.zeros(4, device="meta")}, "bias"),
 }
 

@@ -13,7 +13,14 @@ from vsa_kernels import residual_norm
 from vsa_kernels.residual_norm.api import MOST_GATED_CHANNELS
 from vsa_kernels.residual_norm.op import residual_norm_bwd, residual_norm_fwd
 
-from tests.kernels.elementwise import TOLERANCE, assert_close, dtypes, poisoned_outputs  # noqa: F401 (the fixture)
+from tests.kernels.elementwise import (
+    TOLERANCE,
+    assert_close,
+    dtypes,
+    poisoned_outputs,  # noqa: F401 (the fixture)
+    spread,
+    two_rows,
+)
 from tests.kernels.interpreted import further
 from vsa.models.recompute import checkpointed_except_attention
 
@@ -266,6 +273,57 @@ def test_parameters_of_each_token_are_computed_by_the_reference(device):
     assert_close(results(ours, **p), results(define, **p), torch.float32)
 
 
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+@pytest.mark.parametrize(
+    ("kind", "first"),
+    [
+        ("modulated, gated update", [8, 2, 21, 3, 4]),
+        ("affine, gated projected update", [36, *range(8)]),
+        ("modulated", []),
+        ("modulated, update", list(range(37))),
+    ],
+)
+def test_tokens_have_one_of_two_rows(kind, backend, first, request, monkeypatch):
+    device = request.getfixturevalue("triton_device") if backend == "triton" else torch.device("cpu")
+    if backend == "triton":
+        from vsa_kernels.residual_norm import triton_residual_norm
+
+        # several programs of a row, the last ones short
+        monkeypatch.setattr(triton_residual_norm, "_FEWEST_ROWS", 4)
+        monkeypatch.setattr(triton_residual_norm, "_MOST_ROWS", 4)
+    for dtype in dtypes(device, backend == "triton"):
+        p, places = two_rows(problem((2, 37, 10), kind, device, dtype), first, device)
+
+        def define_rows(gate: Any, weight: Tensor, bias: Tensor, places: Any = places, **others: Any) -> Any:
+            gate, weight, bias = spread(places, gate, weight, bias)
+            return define(gate=gate, weight=weight, bias=bias, **others)
+
+        actual, expected = results(partial(ours, backend=backend, places=places), **p), results(define_rows, **p)
+        assert_close(actual, expected, dtype)
+        if first:
+            # the control: the rows of neighbours
+            other = (places[0].roll(1), places[1]) if len(first) < 37 else (places[0], 0)
+            with pytest.raises(AssertionError):
+                assert_close(results(partial(define_rows, places=other), **p), expected, dtype)
+
+
+def test_two_rows_keep_no_more_for_the_backward_than_one(triton_device):
+    one = problem((2, 64, 12), "modulated, gated update", triton_device)
+    two, places = two_rows(one, [3, 9], triton_device)
+
+    def kept(p: dict[str, Any], **options: Any) -> int:
+        tensors: dict[int, int] = {}
+        inputs = {name: x for name, x in p.items() if name not in ("dtotal", "dnorm")}
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda x: tensors.update({x.data_ptr(): x.nbytes}) or x, lambda x: x
+        ):
+            ours(**inputs, backend="triton", **options)
+        return sum(tensors.values())
+
+    # a row of gate, weight and bias of both samples, and the list of tokens
+    assert kept(two, places=places) - kept(one) == 2 * 3 * 12 * 4 + 64 * 4
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 def test_reference_is_that_of_plain_blocks_bit_for_bit(dtype, kind):
@@ -324,6 +382,9 @@ def test_triton_opcheck(kind, triton_device):
     dtotal, dnorm = p.pop("dtotal"), p.pop("dnorm")
     inputs = op_inputs(**p)
     torch.library.opcheck(residual_norm_fwd, inputs)
+    if kind == "modulated":
+        p, places = two_rows(p, [2, 3], triton_device)
+        torch.library.opcheck(residual_norm_fwd, (*op_inputs(**p), *places))
     plain = [x.detach() if isinstance(x, Tensor) else x for x in inputs]
     total, _, mean, rstd = residual_norm_fwd(*plain)
     x, update, update_bias, gate, weight, bias, _ = plain

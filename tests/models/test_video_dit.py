@@ -229,6 +229,30 @@ def test_per_token_timesteps_of_one_value_are_one_timestep():
     assert (model(x, spread, text, topk=3) - model(x, timestep, text, topk=3)).abs().max() > 1e-4
 
 
+@pytest.mark.parametrize("level", ["none", "attention", "attention_mlp"])
+@pytest.mark.parametrize("method", [TiledFull, FullAttention])
+def test_a_first_frame_of_its_own_time_equals_a_time_for_every_token(method, level):
+    model = make_model(method).double()
+    model.activation_checkpointing = level
+    x, timestep, text = make_inputs()
+    x, text = x.double().requires_grad_(), text.double().requires_grad_()
+    two = torch.stack([torch.tensor([0.0, 0.0]), timestep], 1)
+    # the first of four frames
+    each = timestep[:, None].repeat(1, 96)
+    each[:, : 96 // GRID[0]] = 0
+
+    def run(times):
+        out = model(x, times, text)
+        leaves = [x, text, *model.parameters()]
+        return [out, *torch.autograd.grad(out.square().sum(), leaves)]
+
+    actual, expected = run(two), run(each)
+    for a, b in zip(actual, expected, strict=True):
+        assert (a - b).abs().max() <= 1e-12 * b.abs().max().clamp(min=1)
+    # the control: the times of the two swapped
+    assert (model(x, two.flip(1), text) - expected[0]).abs().max() > 1e-3
+
+
 def test_condition_latents_are_the_last_channels():
     model = make_model()
     x, timestep, text = make_inputs()
@@ -411,7 +435,7 @@ def test_bad_inputs_are_named():
         ((x, timestep, text), {"cond_latents": x[:, :1]}, "takes 6 latent channels .* got 7"),
         ((x, timestep, text[..., :9]), {}, r"text must be \[B, S, E\] = \[2, S, 10\], got \[2, 7, 9\]"),
         ((x, timestep, text, ones), {}, r"text_mask must be bool \[2, 7\], got torch.float32 \[2, 7\]"),
-        ((x, timestep[:1], text), {}, r"timestep must be \[2\] or \[2, 96\], got \[1\]"),
+        ((x, timestep[:1], text), {}, r"timestep must be \[2\], \[2, 2\] or \[2, 96\], got \[1\]"),
         ((x, timestep, text), {"image_embeds": text}, r"image_embeds .*: None, got \[2, 7, 10\]"),
         ((x, timestep, text), {"topk": 0}, r"topk must be at least 1, .* got 0"),
         ((x, timestep, text), {"topk": [1, 2]}, r"one per layer \(3\), got \[1, 2\]"),

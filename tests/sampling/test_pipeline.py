@@ -237,12 +237,11 @@ class Still(nn.Module):
     def forward(
         self, x: Tensor, timestep: Tensor, text: Tensor, mask: Tensor, *, topk: int, denoising: object
     ) -> Tensor:
-        t, h, w = self.grid(x.shape[1:])
-        times = timestep.view(-1, t, h, w)
-        assert times[:, 0].eq(0).all()
-        assert times[:, 1:].gt(0).all()
+        given, rest = timestep.unbind(1)
+        assert given.eq(0).all()
+        assert rest.gt(0).all()
         assert all(torch.equal(row[:, :1], self.first) for row in x)
-        return (x - self.first) / (times[:, -1, 0, 0] / 1000).view(-1, 1, 1, 1, 1)
+        return (x - self.first) / (rest / 1000).view(-1, 1, 1, 1, 1)
 
 
 @pytest.mark.parametrize("steps", [None, STEPS])

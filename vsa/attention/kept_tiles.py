@@ -124,7 +124,7 @@ class KeptTiles:
         """The numbers of training samples, which have no step, without waiting for the device.
 
         Args:
-            timestep: `[B]`, or `[B, L]` of which the highest counts (condition tokens have 0).
+            timestep: `[B]`, or `[B, 2]` or `[B, L]` of which the highest counts (condition tokens have 0).
             num_layers: number of layers of the model.
         """
         if not self.ranges:

@@ -9,7 +9,7 @@ B samples, C T H W latent channels, frames and size.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal
@@ -74,24 +74,20 @@ def first_frames(given: Tensor, frames: int) -> Tensor:
     return given.view(-1, 1, 1, 1, 1) & (torch.arange(frames, device=given.device) == 0).view(1, 1, -1, 1, 1)
 
 
-def give_first_frame(
-    x_t: Tensor, timestep: Tensor, first: Tensor, grid: Sequence[int], given: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Noised latents with clean first frames, and the timestep of every token, which is 0 in them.
+def give_first_frame(x_t: Tensor, timestep: Tensor, first: Tensor, given: Tensor) -> tuple[Tensor, Tensor]:
+    """Noised latents with clean first frames, and the timesteps of first frame and rest.
 
     Args:
         x_t: `[B, C, T, H, W]`.
         timestep: `[B]`.
         first: `[B, C, 1, H, W]` clean first latent frames.
-        grid: tokens t, h, w.
         given: bool `[B]`, samples whose first frame is given.
 
     Returns:
-        `[B, C, T, H, W]` and `[B, L]`, tokens in raster order.
+        `[B, C, T, H, W]` and `[B, 2]`; the first frame has timestep 0 where it is given.
     """
     x_t = torch.where(first_frames(given, x_t.shape[2]), first.to(x_t.dtype), x_t)
-    clean = first_frames(given, grid[0]).expand(-1, -1, -1, grid[1], grid[2]).flatten(1)
-    return x_t, timestep[:, None].masked_fill(clean, 0)
+    return x_t, torch.stack([timestep.masked_fill(given, 0), timestep], 1)
 
 
 def shift_sigma(sigma: Tensor, shift: float) -> Tensor:

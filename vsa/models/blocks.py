@@ -1,7 +1,7 @@
 """One transformer block of the video DiT; parameter names are those of diffusers' Wan.
 
 B batch, L video tokens in the layout's order, S text tokens, H heads, D head dim, C = H * D model width,
-M = 1 or L timesteps per sample.
+M = 1, 2 or L timesteps per sample.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from vsa.attention.base import AttentionMethod
 from vsa.attention.context import AttnContext
 from vsa.attention.dense import cross_attn
 from vsa.models.compute_dtype import rounded, split_projection
-from vsa.models.embeddings import FeedForward, Residual, ResidualNorm, at_least_fp32, residual_sum
+from vsa.models.embeddings import FeedForward, Places, Residual, ResidualNorm, at_least_fp32, residual_sum
 from vsa.models.recompute import Level, checkpointed, checkpointed_except_attention
 from vsa.models.rope import Rope
 
@@ -42,6 +42,7 @@ class Conditioning(NamedTuple):
         text: `[B, S, C]`.
         text_mask: bool `[B, 1, 1, S]`, True where a text token is attended to; None attends to all.
         image: `[B, I, C']` image tokens of image-to-video models.
+        places: the tokens of each of two timesteps, with M = 2.
     """
 
     modulation: Tensor
@@ -49,6 +50,7 @@ class Conditioning(NamedTuple):
     text: Tensor
     text_mask: Tensor | None = None
     image: Tensor | None = None
+    places: Places | None = None
 
 
 class QKNorm(nn.RMSNorm):
@@ -228,11 +230,11 @@ class TransformerBlock(nn.Module):
             )
         else:
             states = self._attentions(x, mod, cond, ctx)
-        return self._feed_forward(*states, mod)
+        return self._feed_forward(*states, mod, cond.places)
 
     def _sublayers(self, x: Tensor, cond: Conditioning, ctx: AttnContext) -> Tensor:
         mod = self._modulation(cond)
-        return self._feed_forward(*self._attentions(x, mod, cond, ctx), mod)
+        return self._feed_forward(*self._attentions(x, mod, cond, ctx), mod, cond.places)
 
     def _modulation(self, cond: Conditioning) -> Modulation:
         table = at_least_fp32(rounded(self.scale_shift_table, self.compute_dtype))
@@ -240,14 +242,15 @@ class TransformerBlock(nn.Module):
 
     def _attentions(self, x: Tensor, mod: Modulation, cond: Conditioning, ctx: AttnContext) -> tuple[Tensor, Tensor]:
         """Hidden states after self-attention, and the heads of cross-attention, not projected and added yet."""
-        _, h = self.norm1(x, scale=mod.scale_attn, shift=mod.shift_attn)
+        _, h = self.norm1(x, scale=mod.scale_attn, shift=mod.shift_attn, places=cond.places)
         heads = self._attend(h, cond.rope, ctx)
-        x, h = self.norm2(x, heads, mod.gate_attn, projection=self.attn1.projection)
+        x, h = self.norm2(x, heads, mod.gate_attn, projection=self.attn1.projection, places=cond.places)
         return x, self.attn2.attend(h, cond.text, cond.text_mask, cond.image)
 
-    def _feed_forward(self, x: Tensor, heads: Tensor, mod: Modulation) -> Tensor:
-        x, h = self.norm3(x, heads, scale=mod.scale_ffn, shift=mod.shift_ffn, projection=self.attn2.projection)
-        return residual_sum(x, self.ffn.hidden(h), mod.gate_ffn, self.ffn.projection)
+    def _feed_forward(self, x: Tensor, heads: Tensor, mod: Modulation, places: Places | None) -> Tensor:
+        own = {"scale": mod.scale_ffn, "shift": mod.shift_ffn, "places": places}
+        x, h = self.norm3(x, heads, projection=self.attn2.projection, **own)
+        return residual_sum(x, self.ffn.hidden(h), mod.gate_ffn, self.ffn.projection, places)
 
     def self_attention(self, h: Tensor, rope: Rope, ctx: AttnContext) -> Tensor:
         """Self-attention output `[B, L, C]` of normalised, modulated hidden states `[B, L, C]`."""

@@ -16,6 +16,8 @@ from vsa_kernels import gated_residual, linear_gelu, residual_norm
 from vsa.models.compute_dtype import linear_arguments, rounded, split_projection
 
 Grid = tuple[int, int, int]
+Places = tuple[Tensor, int]
+"""int32 `[L]`, all tokens, and the number of those at its beginning that have the first of two rows of modulation."""
 
 
 def at_least_fp32(x: Tensor) -> Tensor:
@@ -56,17 +58,19 @@ class ResidualNorm(LayerNormFp32):
         scale: Tensor | None = None,
         shift: Tensor | None = None,
         projection: nn.Module | None = None,
+        places: Places | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The sum `x + gate * projection(update)` and its norm, `[B, L, C]` each in x's dtype.
 
         Args:
             x: `[B, L, C]` hidden states.
             update: `[B, L, E]` what a sub-layer gives to its last layer; None: the sum is x.
-            gate: `[B, M, C]` with M = 1 or L; None: 1.
+            gate: `[B, M, C]` with M = 1 or L, or 2 with places; None: 1.
             scale: `[B, M, C]`, the norm is multiplied by 1 + scale; with shift, of norms without parameters.
             shift: `[B, M, C]`, added to it.
             projection: last layer of the sub-layer, to `[B, L, C]`, whose bias the kernel of the norm adds; None: the
                 identity.
+            places: the tokens of each of two rows.
 
         Raises:
             ValueError: shift and scale are not given together, or given to a norm with parameters.
@@ -84,21 +88,25 @@ class ResidualNorm(LayerNormFp32):
         arguments = None
         if projection is not None and update is not None:
             update, arguments = split_projection(projection, update)
-        return residual_norm(x, update, gate, weight, bias, eps=self.eps, projection=arguments)
+        return residual_norm(x, update, gate, weight, bias, eps=self.eps, projection=arguments, places=places)
 
 
 class Residual(nn.Module):
     """A `ResidualNorm` without the norm: the sum, twice."""
 
-    def forward(self, x: Tensor, update: Tensor, gate: Tensor, projection: nn.Module) -> tuple[Tensor, Tensor]:
-        total = residual_sum(x, update, gate, projection)
+    def forward(
+        self, x: Tensor, update: Tensor, gate: Tensor, projection: nn.Module, places: Places | None = None
+    ) -> tuple[Tensor, Tensor]:
+        total = residual_sum(x, update, gate, projection, places)
         return total, total
 
 
-def residual_sum(x: Tensor, update: Tensor, gate: Tensor, projection: nn.Module) -> Tensor:
+def residual_sum(
+    x: Tensor, update: Tensor, gate: Tensor, projection: nn.Module, places: Places | None = None
+) -> Tensor:
     """The sum `x + gate * projection(update)`; arguments as in `ResidualNorm`."""
     update, arguments = split_projection(projection, update)
-    return gated_residual(x, update, gate, projection=arguments)
+    return gated_residual(x, update, gate, projection=arguments, places=places)
 
 
 class PatchEmbedding(nn.Conv3d):
@@ -296,7 +304,7 @@ class ConditionEmbedder(nn.Module):
     def time(self, timestep: Tensor) -> tuple[Tensor, Tensor]:
         """Time embedding `[B, M, C]` and its six modulation parts `[B, M, 6, C]` from timesteps `[B, M]`.
 
-        M is 1, or L when every token has its own timestep (Wan2.2 TI2V).
+        M is 1, 2 where the first latent frame has its own timestep (Wan2.2 TI2V), or L where every token has one.
         """
         temb = self.time_embedder(sinusoid(timestep, self.freq_dim))
         return temb, self.time_proj(F.silu(temb)).unflatten(-1, (6, -1))

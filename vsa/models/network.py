@@ -152,7 +152,8 @@ class Network(nn.Module):
 
         Args:
             x_t: `[B, C, T, H, W]` noisy latents.
-            timestep: `[B]`, or `[B, L]` with one per token in raster order; 0 is clean, 1000 is noise.
+            timestep: `[B]`; `[B, 2]` with that of the first latent frame and that of all others, which costs hardly
+                more; or `[B, L]` with one per token in raster order. 0 is clean, 1000 is noise.
             text: `[B, S, E]` text embeddings.
             text_mask: bool `[B, S]`, True where a text token is real; None attends to all S (Wan's convention:
                 zero-padded to 512, unmasked).
@@ -196,8 +197,9 @@ class Network(nn.Module):
             raise ValueError(f"text must be [B, S, E] = [{batch}, S, {self.text_dim}], got {list(text.shape)}")
         if mask is not None and (mask.dtype != torch.bool or mask.shape != text.shape[:2]):
             raise ValueError(f"text_mask must be bool {list(text.shape[:2])}, got {mask.dtype} {list(mask.shape)}")
-        if timestep.shape not in ((batch,), (batch, num_tokens)):
-            raise ValueError(f"timestep must be [{batch}] or [{batch}, {num_tokens}], got {list(timestep.shape)}")
+        if timestep.shape not in ((batch,), (batch, 2), (batch, num_tokens)):
+            sizes = f"[{batch}], [{batch}, 2] or [{batch}, {num_tokens}]"
+            raise ValueError(f"timestep must be {sizes}, got {list(timestep.shape)}")
         if (image is None) != (self.image_dim is None):
             shape = None if image is None else list(image.shape)
             raise ValueError(f"image_embeds must be set exactly if image_dim is: {self.image_dim}, got {shape}")

@@ -21,8 +21,9 @@ from vsa.models.compute_dtype import rounded
 from vsa.models.embeddings import (
     ConditionEmbedder,
     Grid,
-    LayerNormFp32,
     PatchEmbedding,
+    Places,
+    ResidualNorm,
     at_least_fp32,
     patchify,
     unpatchify,
@@ -130,7 +131,7 @@ class VideoDiT(Network):
         )
         for method in self.attention_layers:
             method.check_model(num_layers)
-        self.norm_out = LayerNormFp32(dim, eps, elementwise_affine=False)
+        self.norm_out = ResidualNorm(dim, eps, elementwise_affine=False)
         self.proj_out = nn.Linear(dim, out_channels * math.prod(self.patch_size))
         self.scale_shift_table = nn.Parameter(torch.empty(1, 2, dim))
         self.reset_parameters()
@@ -144,7 +145,11 @@ class VideoDiT(Network):
         x = self.patch_embedding(layout.permute(patchify(x, self.patch_size)))
         if self.absolute_positions:
             x = x + layout.permute(sincos_table(grid, self.dim, layout.device)[None]).type_as(x)
-        times = timestep[:, None] if timestep.dim() == 1 else layout.permute(timestep)
+        times, places = timestep[:, None] if timestep.dim() == 1 else timestep, None
+        if times.shape[1] == layout.num_tokens:
+            times = layout.permute(times)
+        elif times.shape[1] == 2:
+            places = layout.derive(_first_frame_first)
         temb, modulation = self.condition_embedder.time(times)
         cond = Conditioning(
             modulation=modulation,
@@ -152,13 +157,14 @@ class VideoDiT(Network):
             text=self.condition_embedder.text_embedder(text),
             text_mask=None if mask is None else mask[:, None, None],
             image=None if image is None or embed_image is None else embed_image(image),
+            places=places,
         )
         for layer_idx, block in enumerate(self.blocks):
             x = block(x, cond, ctx.layer(layer_idx))
 
         table = at_least_fp32(rounded(self.scale_shift_table, self.compute_dtype))
         shift, scale = (table + temb[:, :, None]).unbind(2)
-        x = self.proj_out((self.norm_out(x) * (1 + scale) + shift).type_as(x))
+        x = self.proj_out(self.norm_out(x, scale=scale, shift=shift, places=places)[1])
         return unpatchify(layout.unpermute(x), grid, self.patch_size)
 
     def grid(self, latent_shape: Sequence[int]) -> Grid:
@@ -207,3 +213,9 @@ class VideoDiT(Network):
     def _rope(self, grid: Grid, layout: TileLayout) -> tuple[Tensor, Tensor]:
         cos, sin = rope_tables(grid, self.head_dim, layout.device, self.rope_theta)
         return layout.permute(cos[None])[0], layout.permute(sin[None])[0]
+
+
+def _first_frame_first(layout: TileLayout) -> Places:
+    """The tokens in the layout's order, those of the first latent frame before all others, and the number of these."""
+    _, h, w = layout.segments[0].grid_thw
+    return (layout.order >= h * w).to(torch.uint8).argsort(stable=True).int(), h * w

@@ -51,7 +51,7 @@ class NoisedBatch:
 
     Args:
         x_t: `[B, C, T, H, W]` noised latents.
-        timestep: `[B]`, in 0..1000, or `[B, L]` where first frames may be given.
+        timestep: `[B]`, in 0..1000, or `[B, 2]` of first frame and rest where first frames may be given.
         target: `[B, C, T, H, W]` velocity.
         weights: see `LossTerms`.
         sigmas: see `LossTerms`.
@@ -148,7 +148,7 @@ class FlowMatchingLoss:
                 )
             drawn = torch.rand(batch.num_slots, generator=mixed_generator("first_frame", seed, batch.step))
             given = copy_async(drawn[batch.slots] < self.first_frame, latents.device)
-            x_t, timestep = fm.give_first_frame(x_t, timestep, latents[:, :, :1], model.grid(latents.shape[1:]), given)
+            x_t, timestep = fm.give_first_frame(x_t, timestep, latents[:, :, :1], given)
         return NoisedBatch(
             x_t=x_t,
             timestep=timestep,

@@ -301,7 +301,7 @@ def sample_latents(
         step, t = next(passes)
         now = denoising.at(step, progress_of(t), conditional="first" if guided else None)
         if first is not None:
-            x, timestep = give_first_frame(x, timestep, first, model.grid(settings.latent_shape), every)
+            x, timestep = give_first_frame(x, timestep, first, every)
         if not guided:
             return model(x, timestep, text, mask, topk=settings.topk, denoising=now).float()
         x, timestep = torch.cat([x, x]), torch.cat([timestep, timestep])

@@ -1,6 +1,6 @@
 """Registered ops of residual connection and layer norm on the `triton` backend; `reference` is torch's own operations.
 
-R rows of parameters: 1, or B.
+Order and split as in `triton_residual_norm.forward`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from vsa_kernels.operators import MODEL_SIZES, Operator, declare
 @torch.library.custom_op("vsa_kernels::residual_norm_fwd", mutates_args=())
 def residual_norm_fwd(
     x: Tensor, update: Tensor | None, update_bias: Tensor | None, gate: Tensor | None, weight: Tensor, bias: Tensor,
-    eps: float,
+    eps: float, order: Tensor | None = None, split: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The sum `[B, L, C]` (empty without an update) and its norm; fp32 `[B, L]` mean and inverse standard deviation of
     each token, without gradients."""
@@ -24,7 +24,7 @@ def residual_norm_fwd(
         return _forward_like(x, update)
     from vsa_kernels.residual_norm import triton_residual_norm
 
-    return triton_residual_norm.forward(x, update, update_bias, gate, weight, bias, eps)
+    return triton_residual_norm.forward(x, update, update_bias, gate, weight, bias, eps, order, split)
 
 
 def _forward_like(x: Tensor, update: Tensor | None, *_args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -39,7 +39,8 @@ residual_norm_fwd.register_fake(_forward_like)
 @torch.library.custom_op("vsa_kernels::residual_norm_bwd", mutates_args=())
 def residual_norm_bwd(
     dtotal: Tensor | None, dnorm: Tensor, total: Tensor, update: Tensor | None, update_bias: Tensor | None,
-    gate: Tensor | None, weight: Tensor, bias: Tensor | None, mean: Tensor, rstd: Tensor,
+    gate: Tensor | None, weight: Tensor, bias: Tensor | None, mean: Tensor, rstd: Tensor, order: Tensor | None = None,
+    split: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of x, of the update (empty without a gate: that of x), of its bias, of gate, weight and bias.
 
@@ -53,7 +54,9 @@ def residual_norm_bwd(
         return grads
     from vsa_kernels.residual_norm import triton_residual_norm
 
-    return triton_residual_norm.backward(dtotal, dnorm, total, update, update_bias, gate, weight, bias, mean, rstd)
+    return triton_residual_norm.backward(
+        dtotal, dnorm, total, update, update_bias, gate, weight, bias, mean, rstd, order, split
+    )
 
 
 def _backward_like(
@@ -75,9 +78,9 @@ residual_norm_bwd.register_fake(_backward_like)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x, update, update_bias, gate, weight, bias, _ = inputs
+    x, update, update_bias, gate, weight, bias, _, order, split = inputs
     total, _, mean, rstd = output
-    _, _, update_bias_needed, gate_needed, *parameters_needed, _ = ctx.needs_input_grad
+    _, _, update_bias_needed, gate_needed, *parameters_needed, _, _, _ = ctx.needs_input_grad
     # frozen parameters need no sums, and a frozen gate not the update
     ctx.save_for_backward(
         x if update is None else total,
@@ -88,20 +91,23 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
         bias if any(parameters_needed) else None,
         mean,
         rstd,
+        order,
     )
-    ctx.updated = update is not None
+    ctx.updated, ctx.split = update is not None, split
     ctx.mark_non_differentiable(*(() if ctx.updated else (total,)), mean, rstd)
 
 
 def _backward(ctx: Any, dtotal: Tensor | None, dnorm: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
     # read once: activation checkpointing computes them anew at each reading
     saved = ctx.saved_tensors
-    _, update, update_bias, gate, _, bias, _, _ = saved
-    dx, dupdate, dubias, dgate, dweight, dbias = residual_norm_bwd(dtotal if ctx.updated else None, dnorm, *saved)
+    _, update, update_bias, gate, _, bias, _, _, _ = saved
+    dx, dupdate, dubias, dgate, dweight, dbias = residual_norm_bwd(
+        dtotal if ctx.updated else None, dnorm, *saved, ctx.split
+    )
     of_update = (dx if gate is None else dupdate) if ctx.updated else None
     of_parameters = (None, None) if bias is None else (dweight, dbias)
     of_bias, of_gate = None if update_bias is None else dubias, None if update is None else dgate
-    return dx, of_update, of_bias, of_gate, *of_parameters, None
+    return dx, of_update, of_bias, of_gate, *of_parameters, None, None, None
 
 
 residual_norm_fwd.register_autograd(_backward, setup_context=_setup_context)

@@ -1,7 +1,7 @@
 """Residual connection and layer norm: each tensor of tokens is read or written once in each direction.
 
-A program computes some rows (tokens) of one sample, one after the other. The backward keeps the sums over its rows that
-are the gradients of gate, parameters and the update's bias.
+A program computes some rows (tokens) of one sample, one after the other, all with the same parameters. The backward
+keeps the sums over its rows that are the gradients of gate, parameters and the update's bias.
 
 B batch, L tokens, C channels, N programs of a sample.
 """
@@ -15,8 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vsa_kernels.launch import capability, cdiv, launch, next_power_of_2
+from vsa_kernels.launch import capability, launch, next_power_of_2
 from vsa_kernels.partial_sums import add_partials
+from vsa_kernels.residual_norm.triton_places import add_by_row, places_of_program, programs_of
 
 # rows of a forward program, enough to reuse the parameters
 _ROWS = 4
@@ -30,25 +31,24 @@ _STAGES = 3
 _FEWEST_ROWS, _MOST_ROWS, _PROGRAMS = 16, 64, 512
 
 
-@triton.jit(do_not_specialize=["L"])
+@triton.jit(do_not_specialize=["L", "split", "firsts"])
 def _residual_norm_kernel(
-    x, update, update_bias, gate, weight, bias, total, norm, mean, rstd,
-    L, x_b, x_l, u_b, u_l, gate_b, weight_b, bias_b, eps,
+    x, update, update_bias, gate, weight, bias, total, norm, mean, rstd, order, split, firsts,
+    L, x_b, x_l, u_b, u_l, gate_b, gate_m, weight_b, weight_m, bias_b, bias_m, eps,
     C: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, UPDATED: tl.constexpr, BIASED: tl.constexpr,
-    GATED: tl.constexpr,
+    GATED: tl.constexpr, ORDERED: tl.constexpr,
 ):  # fmt: skip
-    programs = tl.cdiv(L, ROWS)
-    i_b, first = (tl.program_id(0) // programs).to(tl.int64), tl.program_id(0) % programs * ROWS
+    i_b, i_m, first, end = places_of_program(tl.program_id(0), L, split, firsts, ROWS, ORDERED)
     o_c = tl.arange(0, BLOCK)
     m_c = o_c < C
-    b_weight = tl.load(weight + i_b * weight_b + o_c, mask=m_c, other=0.0).to(tl.float32)
-    b_bias = tl.load(bias + i_b * bias_b + o_c, mask=m_c, other=0.0).to(tl.float32)
+    b_weight = tl.load(weight + i_b * weight_b + i_m * weight_m + o_c, mask=m_c, other=0.0).to(tl.float32)
+    b_bias = tl.load(bias + i_b * bias_b + i_m * bias_m + o_c, mask=m_c, other=0.0).to(tl.float32)
     if GATED:
-        b_gate = tl.load(gate + i_b * gate_b + o_c, mask=m_c, other=0.0).to(tl.float32)
+        b_gate = tl.load(gate + i_b * gate_b + i_m * gate_m + o_c, mask=m_c, other=0.0).to(tl.float32)
     if BIASED:
         b_ubias = tl.load(update_bias + o_c, mask=m_c, other=0.0).to(tl.float32)
-    for i in range(tl.minimum(ROWS, L - first)):
-        i_l = (first + i).to(tl.int64)
+    for i in range(tl.minimum(ROWS, end - first)):
+        i_l = (tl.load(order + first + i) if ORDERED else first + i).to(tl.int64)
         row = i_b * L + i_l
         b_x = tl.load(x + i_b * x_b + i_l * x_l + o_c, mask=m_c, other=0.0).to(tl.float32)
         if UPDATED:
@@ -69,28 +69,27 @@ def _residual_norm_kernel(
         tl.store(norm + row * C + o_c, b_norm.to(norm.dtype.element_ty), mask=m_c)
 
 
-@triton.jit(do_not_specialize=["L"])
+@triton.jit(do_not_specialize=["L", "split", "firsts"])
 def _residual_norm_grad_kernel(
     dtotal, dnorm, total, update, update_bias, gate, weight, mean, rstd, dx, dupdate, gate_sums, update_sums, sums,
-    L, dt_b, dt_l, dn_b, dn_l, t_b, t_l, u_b, u_l, gate_b, weight_b,
+    order, split, firsts, L, dt_b, dt_l, dn_b, dn_l, t_b, t_l, u_b, u_l, gate_b, gate_m, weight_b, weight_m,
     C: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, UPDATED: tl.constexpr, BIASED: tl.constexpr,
-    GATED: tl.constexpr, GATE_SUMMED: tl.constexpr, SUMMED: tl.constexpr, STAGES: tl.constexpr,
+    GATED: tl.constexpr, GATE_SUMMED: tl.constexpr, SUMMED: tl.constexpr, ORDERED: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    programs = tl.cdiv(L, ROWS)
-    i_b, first = (tl.program_id(0) // programs).to(tl.int64), tl.program_id(0) % programs * ROWS
+    i_b, i_m, first, end = places_of_program(tl.program_id(0), L, split, firsts, ROWS, ORDERED)
     o_c = tl.arange(0, BLOCK)
     m_c = o_c < C
-    b_weight = tl.load(weight + i_b * weight_b + o_c, mask=m_c, other=0.0).to(tl.float32)
+    b_weight = tl.load(weight + i_b * weight_b + i_m * weight_m + o_c, mask=m_c, other=0.0).to(tl.float32)
     if GATED:
-        b_gate = tl.load(gate + i_b * gate_b + o_c, mask=m_c, other=0.0).to(tl.float32)
+        b_gate = tl.load(gate + i_b * gate_b + i_m * gate_m + o_c, mask=m_c, other=0.0).to(tl.float32)
     if BIASED and GATE_SUMMED:
         b_ubias = tl.load(update_bias + o_c, mask=m_c, other=0.0).to(tl.float32)
     b_dgate = tl.zeros((BLOCK,), tl.float32)
     b_dubias = tl.zeros((BLOCK,), tl.float32)
     b_dweight = tl.zeros((BLOCK,), tl.float32)
     b_dbias = tl.zeros((BLOCK,), tl.float32)
-    for i in tl.range(0, tl.minimum(ROWS, L - first), num_stages=STAGES):
-        i_l = (first + i).to(tl.int64)
+    for i in tl.range(0, tl.minimum(ROWS, end - first), num_stages=STAGES):
+        i_l = (tl.load(order + first + i) if ORDERED else first + i).to(tl.int64)
         row = i_b * L + i_l
         b_dn = tl.load(dnorm + i_b * dn_b + i_l * dn_l + o_c, mask=m_c, other=0.0).to(tl.float32)
         b_x = tl.load(total + i_b * t_b + i_l * t_l + o_c, mask=m_c, other=0.0).to(tl.float32)
@@ -117,7 +116,7 @@ def _residual_norm_grad_kernel(
             tl.store(dupdate + row * C + o_c, b_dx.to(dupdate.dtype.element_ty), mask=m_c)
         if BIASED:
             b_dubias += b_dx
-    # [2, B * N, C]: of weight and of bias
+    # [2, number of programs, C]: of weight and of bias
     o_sum = tl.program_id(0).to(tl.int64) * C + o_c
     if SUMMED:
         tl.store(sums + o_sum, b_dweight, mask=m_c)
@@ -130,7 +129,7 @@ def _residual_norm_grad_kernel(
 
 def forward(
     x: Tensor, update: Tensor | None, update_bias: Tensor | None, gate: Tensor | None, weight: Tensor, bias: Tensor,
-    eps: float,
+    eps: float, order: Tensor | None, split: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The sum (empty without an update) and its norm, contiguous, and fp32 mean and inverse standard deviation.
 
@@ -138,10 +137,13 @@ def forward(
         x: `[B, L, C]` in fp32, fp16 or bf16.
         update: `[B, L, C]` or None.
         update_bias: `[C]` added to the update, or None.
-        gate: `[B, 1, C]` or None.
-        weight: `[C]` or `[B, 1, C]`.
+        gate: `[B, M, C]` or None; M is 2 with an order, else 1.
+        weight: `[C]` or `[B, M, C]`.
         bias: shift of the shape of weight.
         eps: constant added to the variance.
+        order: int32 `[L]` tokens, those with the first row of parameters before those with the second one; None: all
+            have one row.
+        split: number of tokens with the first row.
     """
     x, update = _rows_ready(x), _rows_ready(update)
     update_bias, gate, weight, bias = (_rows_ready(p) for p in (update_bias, gate, weight, bias))
@@ -149,19 +151,21 @@ def forward(
     total = x.new_empty(x.shape if update is not None else (0,))
     norm = x.new_empty(x.shape)
     mean, rstd = (x.new_empty((B, L), dtype=torch.float32) for _ in range(2))
+    programs = programs_of(B, L, order, split, _ROWS)
     launch(
-        _residual_norm_kernel, (cdiv(L, _ROWS) * B,),
-        x, update, update_bias, gate, weight, bias, total, norm, mean, rstd, L,
-        *x.stride()[:2], *_strides(update), _per_sample(gate), _per_sample(weight), _per_sample(bias), eps,
+        _residual_norm_kernel, (programs.number,),
+        x, update, update_bias, gate, weight, bias, total, norm, mean, rstd, *programs.arguments, L,
+        *x.stride()[:2], *_strides(update), *_of_rows(gate), *_of_rows(weight), *_of_rows(bias), eps,
         ROWS=_ROWS, UPDATED=update is not None, BIASED=update_bias is not None, GATED=gate is not None,
-        **_tile(C, _FORWARD_ELEMENTS),
+        ORDERED=order is not None, **_tile(C, _FORWARD_ELEMENTS),
     )  # fmt: skip
     return total, norm, mean, rstd
 
 
 def backward(
     dtotal: Tensor | None, dnorm: Tensor, total: Tensor, update: Tensor | None, update_bias: Tensor | None,
-    gate: Tensor | None, weight: Tensor, bias: Tensor | None, mean: Tensor, rstd: Tensor,
+    gate: Tensor | None, weight: Tensor, bias: Tensor | None, mean: Tensor, rstd: Tensor, order: Tensor | None,
+    split: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of x, the update, its bias, gate, weight and bias; those that are not needed are empty.
 
@@ -178,36 +182,35 @@ def backward(
         bias: as in `forward`; None where weight and bias need no gradients.
         mean: fp32 `[B, L]` of `forward`.
         rstd: fp32 `[B, L]` of `forward`.
+        order: as in `forward`.
+        split: as in `forward`.
     """
     dtotal, dnorm, total, update = (_rows_ready(x) for x in (dtotal, dnorm, total, update))
     update_bias, gate, weight = (_rows_ready(p) for p in (update_bias, gate, weight))
     B, L, C = total.shape
     share = max(B * L // _PROGRAMS, 1)
     rows = min(max(1 << share.bit_length() - 1, _FEWEST_ROWS), _MOST_ROWS)
-    programs = cdiv(L, rows)
+    programs = programs_of(B, L, order, split, rows)
     gated, gate_summed, biased, summed = (p is not None for p in (gate, update, update_bias, bias))
     dx, dupdate = total.new_empty(total.shape), total.new_empty(total.shape if gated else (0,))
     sums, gate_sums, update_sums = (
-        total.new_empty((n, B * programs, C), dtype=torch.float32) for n in (2 * summed, int(gate_summed), int(biased))
+        total.new_empty((n, programs.number, C), dtype=torch.float32)
+        for n in (2 * summed, int(gate_summed), int(biased))
     )
     launch(
-        _residual_norm_grad_kernel, (B * programs,),
+        _residual_norm_grad_kernel, (programs.number,),
         dtotal, dnorm, total, update, update_bias, gate, weight, mean, rstd, dx, dupdate, gate_sums, update_sums, sums,
-        L, *_strides(dtotal), *_strides(dnorm), *_strides(total), *_strides(update), _per_sample(gate),
-        _per_sample(weight),
+        *programs.arguments, L, *_strides(dtotal), *_strides(dnorm), *_strides(total), *_strides(update),
+        *_of_rows(gate), *_of_rows(weight),
         ROWS=rows, UPDATED=dtotal is not None, BIASED=biased, GATED=gated, GATE_SUMMED=gate_summed, SUMMED=summed,
-        STAGES=_stages(total, 2 + (dtotal is not None) + gate_summed),
+        ORDERED=order is not None, STAGES=_stages(total, 2 + (dtotal is not None) + gate_summed),
         **_tile(C, _BACKWARD_ELEMENTS if C <= 4096 else _LONG_ELEMENTS),
     )  # fmt: skip
     dubias, dgate, dweight, dbias = (total.new_empty((0,)) for _ in range(4))
     if bias is not None:
-        samples = B if weight.ndim == 3 else 1
-        dweight, dbias = (
-            add_partials(part.view(samples, -1, C), like.new_empty(like.shape))
-            for part, like in zip(sums, (weight, bias), strict=True)
-        )
+        dweight, dbias = (add_by_row(part, like, programs) for part, like in zip(sums, (weight, bias), strict=True))
     if gate is not None and update is not None:
-        dgate = add_partials(gate_sums.view(B, -1, C), gate.new_empty(gate.shape))
+        dgate = add_by_row(gate_sums[0], gate, programs)
     if update_bias is not None:
         dubias = add_partials(update_sums[0], update_bias.new_empty(update_bias.shape))
     return dx, dupdate, dubias, dgate, dweight, dbias
@@ -221,8 +224,8 @@ def _strides(x: Tensor | None) -> tuple[int, int]:
     return (0, 0) if x is None else (x.stride(0), x.stride(1))
 
 
-def _per_sample(parameter: Tensor | None) -> int:
-    return parameter.stride(0) if parameter is not None and parameter.ndim == 3 else 0
+def _of_rows(parameter: Tensor | None) -> tuple[int, int]:
+    return (0, 0) if parameter is None or parameter.ndim == 1 else (parameter.stride(0), parameter.stride(1))
 
 
 def _stages(x: Tensor, tensors: int) -> int:

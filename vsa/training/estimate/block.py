@@ -164,7 +164,10 @@ def block_traffic(shape: BlockShape) -> Traffic:
 
 
 def head_bytes(shape: BlockShape) -> float:
-    """Bytes kept by the last norm and modulation, never compiled: the norm's fp32 input and output, and the result."""
+    """Bytes kept by the last norm and modulation: the norm's fp32 input and output, and the result.
+
+    As it was when the steps were measured: the fused operator keeps input and result alone.
+    """
     return shape.wide * (2 * SINGLE + HALF)
 
 
