@@ -119,6 +119,8 @@ FAMILIES = {
     "hunyuan": tiny.hunyuan,
     "hunyuan15": tiny.hunyuan15,
     "minimax_h3": tiny.minimax_h3,
+    "ltx2": tiny.ltx2,
+    "kandinsky5": tiny.kandinsky5,
 }
 
 

@@ -10,6 +10,8 @@ from diffusers import (
     CogVideoXTransformer3DModel,
     HunyuanVideo15Transformer3DModel,
     HunyuanVideoTransformer3DModel,
+    Kandinsky5Transformer3DModel,
+    LTX2VideoTransformer3DModel,
     LTXVideoTransformer3DModel,
     MiniMaxH3Transformer3DModel,
     WanTransformer3DModel,
@@ -184,6 +186,46 @@ def minimax_h3(grid: tuple[int, int, int] = GRID, text: int = TEXT, keyframes: t
         text_indices=texts,
     )
     return Case(model, inputs, text=len(tags) - t * h * w)
+
+
+def ltx2(**changes: Any) -> Case:
+    torch.manual_seed(0)
+    t, h, w = GRID
+    options: dict[str, Any] = dict(num_layers=2, caption_channels=8, rope_double_precision=False)
+    for prefix in ("", "audio_"):
+        sizes = dict(in_channels=4, out_channels=4, num_attention_heads=2, attention_head_dim=16)
+        options |= {f"{prefix}{name}": size for name, size in {**sizes, "cross_attention_dim": 32}.items()}
+    model = stirred(LTX2VideoTransformer3DModel(**{**options, **changes}))
+    inputs = dict(
+        hidden_states=randn(2, t * h * w, 4),
+        audio_hidden_states=randn(2, 6, 4, seed=1),
+        encoder_hidden_states=randn(2, 9, 8, seed=2),
+        audio_encoder_hidden_states=randn(2, 9, 8, seed=3),
+        timestep=torch.tensor([[700.0], [300.0]]),
+        encoder_attention_mask=torch.tensor([[1] * 9, [1] * 4 + [0] * 5]),
+        num_frames=t,
+        height=h,
+        width=w,
+        audio_num_frames=6,
+    )
+    return Case(model, inputs)
+
+
+def kandinsky5(**changes: Any) -> Case:
+    torch.manual_seed(0)
+    t, h, w = GRID
+    options = dict(in_visual_dim=4, out_visual_dim=4, in_text_dim=8, in_text_dim2=8, time_dim=16, model_dim=32)
+    options |= dict(ff_dim=48, num_text_blocks=1, num_visual_blocks=2, axes_dims=(4, 6, 6))
+    model = stirred(Kandinsky5Transformer3DModel(**{**options, **changes}))
+    inputs = dict(
+        hidden_states=randn(2, t, 2 * h, 2 * w, 4),
+        encoder_hidden_states=randn(2, TEXT, 8, seed=1),
+        timestep=torch.tensor([700.0, 300.0]),
+        pooled_projections=randn(2, 8, seed=2),
+        visual_rope_pos=[torch.arange(n) for n in GRID],
+        text_rope_pos=torch.arange(TEXT),
+    )
+    return Case(model, inputs)
 
 
 def difference(a: Tensor, b: Tensor) -> float:

@@ -84,15 +84,21 @@ class Applied:
         self._latents: Tensor | None = None
         self._denoising = Denoising(plan)
 
-    def before_forward(self, transformer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Forward pre-hook that reads the grid, the text segments and the denoising step from the arguments."""
+    def before_forward(self, transformer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Forward pre-hook that reads the grid, the text segments and the denoising step from the arguments.
+
+        Returns:
+            positional and keyword arguments without those that the family replaces.
+        """
         for i, layer in enumerate(self.layers):
             _refuse_fused(layer.attn, i)
             if not isinstance(other := layer.attn.processor, Processor):
                 what = f"layer {i} got the processor {type(other).__name__} in place of its attention method"
                 raise ValueError(f"{what}: take it back (unfuse_qkv_projections() after a fusion), or call remove()")
         signature = inspect.signature(type(transformer).forward)
-        arguments = signature.bind(transformer, *args, **kwargs).arguments
+        bound = signature.bind(transformer, *args, **kwargs)
+        arguments = bound.arguments
+        arguments.update({name: None for name in self.family.replaced if name in arguments})
         grid = self.family.grid(transformer.config, arguments)
         now = DenoisingPass(dense_layers=self.plan.dense_layers)
         if self._reads_timestep:
@@ -102,6 +108,7 @@ class Applied:
             texts=None if self.family.texts is None else self.family.texts(arguments, grid),
             denoising=now,
         )
+        return bound.args[1:], bound.kwargs
 
     def _next_pass(self, now: float, latents: Tensor) -> DenoisingPass:
         plan, before = self.plan, self.last_timestep
@@ -367,7 +374,7 @@ def install(
         if rows and not applied.methods[i].takes_text:
             fitting = ", ".join(name for name, method_class in NAMED.items() if method_class.takes_text)
             what = f"{type(applied.methods[i]).__name__} takes rows of one video, but {rows}"
-            raise ValueError(f"{what}: use full, or with their default score {fitting}")
+            raise ValueError(f"{what}: use full, or with their default settings {fitting}")
         applied.methods[i].check_model(len(family.blocks(transformer)))
         added = applied.methods[i].extra_modules()
         owner = block if family.gates_in == "block" else attn
@@ -395,9 +402,8 @@ def _layer_method(
     factory: MethodFactory, attn: Any, layer: int, family: Family, backend: Backend | None
 ) -> AttentionMethod:
     """The method of one layer, on the device and in the dtype of the layer's weights."""
-    if type(attn.processor).__name__ != family.original:
-        processor = type(attn.processor).__name__
-        raise ValueError(f"layer {layer}: expected the processor {family.original}, got {processor}")
+    if (processor := type(attn.processor).__name__) not in family.original:
+        raise ValueError(f"layer {layer}: expected the processor {' or '.join(family.original)}, got {processor}")
     _refuse_fused(attn, layer)
     query, heads = getattr(attn, family.query), getattr(attn, family.heads)
     head_dim = query.out_features // heads

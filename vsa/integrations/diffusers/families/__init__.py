@@ -10,13 +10,15 @@ from vsa.integrations.diffusers.families import (
     cogvideox,
     hunyuan_video,
     hunyuan_video15,
+    kandinsky5,
+    ltx2,
     ltx_video,
     minimax_h3,
     wan,
 )
 from vsa.integrations.diffusers.families.family import Family
 
-_FILES = (wan, ltx_video, cogvideox, hunyuan_video, hunyuan_video15, minimax_h3)
+_FILES = (wan, ltx_video, ltx2, cogvideox, hunyuan_video, hunyuan_video15, minimax_h3, kandinsky5)
 
 FAMILIES: Mapping[str, Family] = {file.FAMILY.name: file.FAMILY for file in _FILES}
 """Families by the name of their class, so that a look-up does not import diffusers."""

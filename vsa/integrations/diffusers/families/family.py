@@ -26,7 +26,7 @@ class Family(NamedTuple):
         name: name of the class in diffusers.
         stacks: attributes with lists of blocks, in the order in which they run.
         attention: attribute of a block with its self-attention.
-        original: class name of the processor that `processor` replaces.
+        original: class names of the processors that `processor` replaces.
         processor: class of our processor.
         grid: function from the model's config and the arguments of its forward to the token grid.
         text: side of a row on which the text is.
@@ -37,13 +37,14 @@ class Family(NamedTuple):
         heads: attribute of the attention with its number of heads.
         gates_in: where gates are registered: the block, or its attention.
         gate_settings: settings of video_sparse that fit the published gates of the class; None: the defaults.
+        replaced: arguments of forward that become None, because the method takes the place of what they set.
         guided_batch: whether classifier-free guidance runs both passes in one batch, the unconditional half first.
     """
 
     name: str
     stacks: tuple[str, ...]
     attention: str
-    original: str
+    original: tuple[str, ...]
     processor: type[Processor]
     grid: Callable[[Any, Arguments], Grid]
     text: TextSide = "none"
@@ -53,6 +54,7 @@ class Family(NamedTuple):
     heads: str = "heads"
     gates_in: Literal["block", "attention"] = "block"
     gate_settings: Mapping[str, Any] | None = None
+    replaced: tuple[str, ...] = ()
     guided_batch: bool = False
 
     def blocks(self, transformer: Any) -> list[Any]:

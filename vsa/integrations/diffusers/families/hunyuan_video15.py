@@ -29,7 +29,7 @@ FAMILY = Family(
     name="HunyuanVideo15Transformer3DModel",
     stacks=("transformer_blocks",),
     attention="attn",
-    original="HunyuanVideo15AttnProcessor2_0",
+    original=("HunyuanVideo15AttnProcessor2_0",),
     # its double blocks are those of HunyuanVideo
     processor=HunyuanVideoProcessor,
     grid=_grid,

@@ -9,8 +9,8 @@ from vsa.integrations.diffusers.processors import VideoProcessor
 from vsa.integrations.diffusers.tile_attention import Grid
 
 
-def _grid(config: Any, arguments: Arguments) -> Grid:
-    # the latents arrive as flat token rows, so the grid comes from arguments
+def flat_grid(config: Any, arguments: Arguments) -> Grid:
+    """Token grid of latents that arrive as rows of tokens, from the arguments beside them."""
     t, h, w = (arguments.get(name) for name in ("num_frames", "height", "width"))
     if t is None or h is None or w is None:
         raise ValueError(f"LTX needs num_frames, height and width for its token grid, got {t}, {h}, {w}")
@@ -21,8 +21,8 @@ FAMILY = Family(
     name="LTXVideoTransformer3DModel",
     stacks=("transformer_blocks",),
     attention="attn1",
-    original="LTXVideoAttnProcessor",
+    original=("LTXVideoAttnProcessor",),
     processor=VideoProcessor,
-    grid=_grid,
+    grid=flat_grid,
     guided_batch=True,
 )

@@ -18,7 +18,7 @@ FAMILY = Family(
     name="WanTransformer3DModel",
     stacks=("blocks",),
     attention="attn1",
-    original="WanAttnProcessor",
+    original=("WanAttnProcessor",),
     processor=VideoProcessor,
     grid=_grid,
 )

@@ -1,0 +1,75 @@
+"""Kandinsky 5: video tokens in self-attention, its own sparse attention replaced."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from diffusers.models.transformers.transformer_kandinsky import nablaT_v2
+
+from tests.integrations import checks, tiny
+from vsa.attention.context import AttnContext, recorded_index
+from vsa.attention.kept_tiles import KeptTiles
+from vsa.attention.layout import Segment
+from vsa.integrations.diffusers import apply, remove
+from vsa.integrations.diffusers.ungated import UngatedVideoSparse
+
+pytestmark = pytest.mark.filterwarnings("ignore:tiles .* full")
+
+
+def test_all_tiles_equal_the_model():
+    checks.check_all_tiles_equal_the_model(tiny.kandinsky5())
+
+
+def test_sparse_equals_the_model_under_a_tile_mask():
+    checks.check_sparse_equals_masked_model(tiny.kandinsky5())
+
+
+@pytest.mark.parametrize(("topk", "tolerance"), [(tiny.TILES, 1e-5), (3, 2e-3)])
+def test_gradients_equal_those_of_the_model(topk, tolerance):
+    # the class casts q and k to bfloat16, and with them their gradients, whose last bit depends on the order of sums
+    checks.check_gradients_equal_the_masked_model(tiny.kandinsky5(), topk, tolerance=tolerance)
+
+
+@torch.no_grad()
+def test_masks_of_its_own_sparse_attention_are_replaced():
+    case = tiny.kandinsky5(attention_type="nabla", attention_P=0.9)
+    dense = case.run()
+    params = {"to_fractal": True, "sta_mask": torch.ones(1), "P": 0.9}
+    apply(case.model, sparsity=0, tile_thw=tiny.TILE)
+    assert tiny.difference(case.run(sparse_params=params), dense) < 1e-5
+    remove(case.model)
+    apply(case.model, topk=3, tile_thw=tiny.TILE)
+    assert torch.equal(case.run(sparse_params=params), case.run())
+    assert tiny.difference(case.run(), dense) > 1e-3
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("top_p", [0.5, 0.9])
+def test_the_share_of_its_own_rule_is_top_p(top_p):
+    """NABLA without its window keeps the tiles of a row rule of this project."""
+    method = UngatedVideoSparse(dim=32, num_heads=2, head_dim=16, tile_thw=(1, 8, 8), rule="top_p", top_p=top_p)
+    layout = method.layout([Segment((3, 16, 24))], "cpu")
+    q, k, v = (3 * layout.permute(tiny.randn(1, 3 * 16 * 24, 2, 16, seed=seed)) for seed in range(3))
+    seen: dict[str, torch.Tensor] = {}
+    method(
+        q, k, v, {}, AttnContext(layout=layout, topk=KeptTiles.of(1), recorder=lambda _, tensors: seen.update(tensors))
+    )
+    kept = recorded_index(seen).to_dense(layout.num_blocks)
+    window = torch.zeros(layout.num_blocks, layout.num_blocks, dtype=torch.bool)
+    expected = nablaT_v2(q, k, window, thr=top_p).to_dense()
+    assert torch.equal(kept, expected.bool())
+    assert 0.1 < kept.float().mean() < 0.9
+    # as a user says it
+    case = tiny.kandinsky5()
+    apply(
+        case.model, "staged", settings=dict(stages="f", fine_gate=False, rule="top_p", top_p=top_p, tile_thw=(1, 8, 8))
+    )
+    assert case.run().isfinite().all()
+
+
+def test_remove_is_exact():
+    checks.check_remove_is_exact(tiny.kandinsky5())
+
+
+def test_gates_train():
+    checks.check_gates_train(tiny.kandinsky5())
