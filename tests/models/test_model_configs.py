@@ -25,6 +25,8 @@ COUNTS = [
     ("wan_1_3b", FullAttention, 1419),
     ("wan_1_3b", COARSE_GATE_ONLY, 1490),
     ("wan_1_3b", VideoSparseAttention, 1561),
+    ("wan_5b", FullAttention, 5000),
+    ("wan_5b", COARSE_GATE_ONLY, 5283),
     ("wan_14b", FullAttention, 14290),
     ("wan_14b", COARSE_GATE_ONLY, 15340),
 ]

@@ -22,6 +22,8 @@ KINDS = {
     "t2v": dict(in_channels=8),
     "t2v_no_cross_norm": dict(in_channels=8, cross_attn_norm=False),
     "i2v": dict(in_channels=13, image_dim=20, added_kv_proj_dim=48),
+    # Wan2.2's TI2V, whose first frame has its own timestep
+    "ti2v": dict(in_channels=48, out_channels=48),
 }
 # odd token grids, one of them a single frame
 LATENTS = [(3, 6, 10), (1, 2, 14)]
@@ -29,11 +31,11 @@ LATENTS = [(3, 6, 10), (1, 2, 14)]
 
 def make_pair(kind: str, device: torch.device) -> tuple[VideoDiT, WanTransformer3DModel]:
     torch.manual_seed(0)
-    theirs = WanTransformer3DModel(**BASE, **KINDS[kind])
+    theirs = WanTransformer3DModel(**{**BASE, **KINDS[kind]})
     # norms and biases away from 1 and 0, so that one left out would show
     for parameter in theirs.parameters():
         parameter.data.add_(0.1 * torch.randn_like(parameter))
-    ours = VideoDiT(attention=FullAttention, **BASE, **KINDS[kind])
+    ours = VideoDiT(attention=FullAttention, **{**BASE, **KINDS[kind]})
     ours.load_state_dict(theirs.state_dict())
     return ours.to(device), theirs.to(device)
 
@@ -90,6 +92,18 @@ def test_output_and_gradients_equal_diffusers(kind, latent, per_token, device):
     actual = outputs_and_gradients(ours, run_ours, inputs)
     assert expected["out"].abs().max() > 0.5
     assert worst(actual, expected) < 1e-5
+
+
+def test_a_clean_first_frame_equals_diffusers(device):
+    """As the pipelines of diffusers 0.42 with `expand_timesteps` call it: a timestep for each token, 0 in the frame."""
+    ours, theirs = make_pair("ti2v", device)
+    x, timestep, text, _ = make_inputs("ti2v", LATENTS[0], device, False)
+    each = torch.cat([torch.zeros(2, 15, device=device), timestep[:, None].expand(-1, 30)], 1)
+    two = torch.stack([torch.zeros_like(timestep), timestep], 1)
+    expected = outputs_and_gradients(theirs, run_theirs, (x, each, text, None))
+    assert worst(outputs_and_gradients(ours, run_ours, (x, two, text, None)), expected) < 1e-5
+    # the control: one timestep for all
+    assert worst(outputs_and_gradients(ours, run_ours, (x, timestep, text, None)), expected) > 1e-4
 
 
 @pytest.mark.parametrize(

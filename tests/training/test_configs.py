@@ -16,7 +16,7 @@ from lightning_utilities.core.imports import RequirementCache
 from omegaconf import DictConfig, OmegaConf
 
 import vsa.training.train as run_module
-from tests.data.tiny_wan import save_pipeline
+from tests.data.tiny_wan import make_vae, save_pipeline
 from vsa.attention.base import AttentionMethod
 from vsa.attention.full import FullAttention
 from vsa.attention.sparsity import SparsitySchedule
@@ -106,6 +106,7 @@ def test_every_config_file_composes_and_builds(choices, tmp_path, monkeypatch):
         # the encoder of data=wan has the width of its own weights
         if group == "model" and ("data", "wan") not in choices:
             overrides.append("data.text_encoder.dim=${model.text_dim}")
+            overrides += ["data.codec.channels=48"] if name == "wan_5b" else []
         overrides += {"lora": ["task=finetune"], "gan": ["task=distill", "task.objective.gan.layers=[0,1]"]}.get(
             group, []
         )
@@ -117,6 +118,8 @@ def test_every_config_file_composes_and_builds(choices, tmp_path, monkeypatch):
         # the encoders of a tiny pipeline, with the width of theirs
         cfg.data.codec.source = str(save_pipeline(tmp_path / "wan"))
         cfg.model.text_dim = 32
+        if cfg.model.in_channels == 48:
+            make_vae(channels=48).save_pretrained(tmp_path / "wan" / "vae")
     trainer = build_everything(cfg)
     for logger in trainer.loggers:
         if type(logger).__name__ == "TensorBoardLogger":
@@ -204,7 +207,9 @@ def test_pretrain_120m_is_the_papers_recipe():
     assert (layout.num_tokens, layout.num_video_tiles, sparsity.topk(0, 256)) == (16384, 256, 32)
 
 
-@pytest.mark.parametrize(("name", "shift"), [("finetune_wan_1_3b", 3.0), ("finetune_wan_14b", 5.0)])
+@pytest.mark.parametrize(
+    ("name", "shift"), [("finetune_wan_1_3b", 3.0), ("finetune_wan_5b", 5.0), ("finetune_wan_14b", 5.0)]
+)
 def test_wan_is_sampled_as_wan_though_it_trains_without_a_shift(name, shift):
     cfg = compose_run(f"experiment={name}")
     assert sampling_of(cfg) == {"steps": 50, "guidance": 5.0, "flow_shift": shift}
@@ -325,6 +330,7 @@ EXPERIMENTS = [
     "quickstart",
     "finetune_toy",
     "finetune_wan_1_3b",
+    "finetune_wan_5b",
     "finetune_wan_14b",
     "distill_toy",
     "distill_wan_1_3b",
