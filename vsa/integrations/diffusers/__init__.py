@@ -8,7 +8,8 @@ remove(pipe.transformer)
 apply(pipe.transformer, method="neighborhood", settings={"window_thw": (18, 24, 24), "stride_thw": (16, 8, 8)})
 """
 
+from vsa.integrations.diffusers.adapter_file import merge_adapter
 from vsa.integrations.diffusers.install import Applied, applied_attention, apply, remove
 from vsa.integrations.diffusers.pretrained import load_sparse
 
-__all__ = ["Applied", "applied_attention", "apply", "load_sparse", "remove"]
+__all__ = ["Applied", "applied_attention", "apply", "load_sparse", "merge_adapter", "remove"]
