@@ -34,7 +34,7 @@ _DECODER = """
 import os, time
 import vsa.data.video_files as video_files
 
-def opened(path, real=video_files._opened):
+def opened(path, *threads, real=video_files._opened):
     if path.name.startswith("hang"):
         time.sleep(1e6)
     if path.name.startswith("abort"):
@@ -47,7 +47,7 @@ def opened(path, real=video_files._opened):
         grown = [bytes(1 << 20)]
         while True:
             grown.append(bytearray(1 << 26))
-    return real(path)
+    return real(path, *threads)
 
 video_files._opened = opened
 """

@@ -31,7 +31,9 @@ def encode(
     frames: Annotated[
         int | None, option("frames of a clip, from the start (all)", panel=CLIPS, whole=(1, 100_000))
     ] = None,
-    fps: Annotated[float | None, option("resample to this rate (as stored)", panel=CLIPS, real=(0.01, 240))] = None,
+    fps: Annotated[
+        float | None, option("resample to this rate by the newest frames (as stored)", panel=CLIPS, real=(0.01, 240))
+    ] = None,
     buckets: Annotated[
         str, option("available clip sizes, chosen by aspect ratio", panel=CLIPS, metavar="HxWxT,...")
     ] = "",

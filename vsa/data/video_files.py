@@ -11,18 +11,17 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from fractions import Fraction
-from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import av
 import numpy as np
 from av.container import InputContainer
-from av.filter import Graph
 from av.video.stream import VideoStream
 from PIL import Image, UnidentifiedImageError
 
 from vsa.data.pixels import NotShown, View, refuse_dolby_vision, stored_pixels
+from vsa.data.timed_frames import FrameTable, Shown, aspect_of, frames_before, rate_of, read_table, timed_frames
 from vsa.files import atomic_file
 
 if TYPE_CHECKING:
@@ -34,15 +33,16 @@ IMAGE_SUFFIXES = (".png", ".apng", ".jpg", ".jpeg", ".jfif", ".webp", ".avif", "
 _FORMATS = ("PNG", "JPEG", "WEBP", "AVIF", "BMP", "TIFF")
 # those of several frames that are no pages or previews
 _ANIMATED = ("PNG", "WEBP", "AVIF")
-# sample entries of Dolby Vision, and the decoders that know the alpha of a codec
+# sample entries of Dolby Vision
 _DOLBY_VISION = ("dvh1", "dvhe", "dav1")
-_WITH_ALPHA = {"vp8": "libvpx", "vp9": "libvpx-vp9"}
 
 # a decoded clip is held in memory: larger files than any training clip needs are an error
 MAX_PIXELS = 8192 * 8192
 MAX_BYTES = 8 * 2**30
 # share of a frame's duration: rounding must not decide between a frame and its successor
 _SLACK = 1e-3
+# frames, of some seconds, that are decoded sooner than the time stamps of a file are read
+_NEAR = 100
 
 
 def slack(rate: float | None) -> float:
@@ -56,10 +56,6 @@ def instants(end: float, fps: float) -> int:
     while count / fps < end:
         count += 1
     return count
-
-
-Shown = tuple[av.VideoFrame | Image.Image, View, float]
-"""A decoded picture, how it is shown, and until when, in seconds from the first one."""
 
 
 def read_video(
@@ -103,20 +99,47 @@ class VideoReader:
         if fps is not None and fps <= 0:
             raise ValueError(f"fps must be above 0, got {fps}")
         self.position, self._path, self._fps, self._end = 0, path, fps, 0.0
-        self._stack = contextlib.ExitStack()
+        self._threads, self._stack = threads, contextlib.ExitStack()
         shown, self.rate = self._stack.enter_context(_shown(path, threads))
-        self._pictures = iter(shown if fps is None else _resample(shown, slack(self.rate), fps))
+        self._pictures = self._resampled(shown, 0)
+        self._table: FrameTable | None = None
+        self._has_looked = False
+
+    def _resampled(self, shown: Iterator[Shown], start: int) -> Iterator[Shown]:
+        return shown if self._fps is None else _resample(shown, slack(self.rate), self._fps, start)
 
     def close(self) -> None:
         """Close the file."""
         self._stack.close()
 
     def skip(self, start: int, *, seconds: float = math.inf) -> bool:
-        """Pass over the pictures before number `start`; returns whether that took less than `seconds`."""
+        """Pass over the pictures before number `start`, or all; returns whether that took less than `seconds`."""
+        over = time.monotonic() + seconds
+        if start - self.position > _NEAR and self.rate is not None:
+            self._jump(start, seconds / 2)
         with self._reading():
-            for _ in self._next(start - self.position, seconds):
+            for _ in self._next(start - self.position, over - time.monotonic()):
                 pass
-        return self.position >= start
+        return self.position >= start or time.monotonic() < over
+
+    def _jump(self, start: int, seconds: float) -> None:
+        """Go on at the last keyframe before picture `start`, if there is a known one behind the current picture."""
+        with contextlib.ExitStack() as stack:
+            container, stream = stack.enter_context(_opened(self._path, self._threads))
+            if not self._has_looked:
+                self._table, self._has_looked = read_table(self._path, stream.index, seconds), True
+            if (table := self._table) is None:
+                return
+            # one before it: for the time at which a picture begins, and where containers round time stamps
+            number = (start if self._fps is None else table.number_at(start / self._fps)) - 1
+            if table.time(table.key_before(number)) <= self._end:
+                return
+            later = frames_before(container, stream, table, number)
+            if later is None or table.time(later[1]) <= self._end:
+                return
+            self._stack.close()
+            self._stack = stack.pop_all()
+        self._pictures, self.position = self._resampled(later[0], start), later[1] if self._fps is None else start
 
     def take(self, frames: int | None = None) -> tuple[list[np.ndarray], float]:
         """At most `frames` pictures `[H, W, 3]` of one size, all without a number, and their frame rate."""
@@ -193,10 +216,9 @@ def probe_video(path: str | Path, *, fps: float | None = None) -> tuple[int | No
             count = len(_numbers(image))
             return count if count == 1 or fps is None else None, *View.of_picture(image).size(image.height, image.width)
     with _opened(path) as (container, stream):
-        rate = _rate(stream)
+        rate = rate_of(stream)
         num_frames = stream.frames or round((container.duration or 0) / av.time_base * rate)
-        view = View(_aspect(stream))
-        stream.codec_context.thread_count = 1
+        view = View(aspect_of(stream))
         # what is wrong with the pictures is reported when they are read
         with contextlib.suppress(av.FFmpegError):
             view = next((View.of_frame(frame, view.aspect) for frame in container.decode(stream)), view)
@@ -253,7 +275,7 @@ def _frames(video: Tensor) -> np.ndarray:
 
 
 @contextlib.contextmanager
-def _opened(path: Path) -> Iterator[tuple[InputContainer, VideoStream]]:
+def _opened(path: Path, threads: int = 1) -> Iterator[tuple[InputContainer, VideoStream]]:
     """The container of a video file and its first moving picture; errors of the block name the file too."""
     if not path.is_file():
         raise ValueError(f"no such video: {path}")
@@ -268,6 +290,7 @@ def _opened(path: Path) -> Iterator[tuple[InputContainer, VideoStream]]:
             context = stream.codec_context
             if context.codec_tag in _DOLBY_VISION and context.color_trc == 2:
                 refuse_dolby_vision()
+            stream.thread_type, context.thread_count = "AUTO", threads
             yield container, stream
     except (NotShown, av.FFmpegError, OSError, MemoryError, OverflowError, UnicodeDecodeError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
@@ -308,9 +331,8 @@ def _shown(path: Path, threads: int) -> Iterator[tuple[Iterator[Shown], float | 
         with _opened_image(path) as image:
             yield _pictures(image), None
     else:
-        with _opened(path) as (container, stream):
-            stream.thread_type, stream.codec_context.thread_count = "AUTO", threads
-            yield _timed_frames(container, stream), _rate(stream)
+        with _opened(path, threads) as (container, stream):
+            yield timed_frames(container, stream), rate_of(stream)
 
 
 def _numbers(image: Image.Image) -> range:
@@ -330,66 +352,8 @@ def _pictures(image: Image.Image) -> Iterator[Shown]:
         yield image.copy(), view, end
 
 
-def _timed_frames(container: InputContainer, stream: VideoStream) -> Iterator[Shown]:
-    """Frames with the ends that follow from their time stamps."""
-    rate, aspect = _rate(stream), _aspect(stream)
-    # containers round time stamps to their unit; frames of a constant rate are taken at exact times
-    near = min(float(stream.time_base or 0), 0.4 / rate)
-    begin, previous = 0.0, None
-
-    def on_time(time: float | None, number: int) -> float:
-        exact = number / rate
-        return exact if time is None or abs(time - begin - exact) <= near else time - begin
-
-    number = 0
-    for number, frame in enumerate(_whole_frames(container, stream)):
-        if previous is None:
-            begin = frame.time or 0.0
-        else:
-            yield previous, View.of_frame(previous, aspect), on_time(frame.time, number)
-        previous = frame
-    if previous is not None:
-        length = previous.duration * float(previous.time_base or 0) or 1 / rate
-        end = None if previous.time is None else previous.time + length
-        yield previous, View.of_frame(previous, aspect), on_time(end, number + 1)
-
-
-def _whole_frames(container: InputContainer, stream: VideoStream) -> Iterator[av.VideoFrame]:
-    """Decoded frames with their alpha; of an interlaced video by FFmpeg's filter bwdif, one a frame."""
-    decoded: Iterator[av.VideoFrame] = container.decode(stream)
-    name = _WITH_ALPHA.get(stream.codec_context.name)
-    if name is not None and stream.metadata.get("alpha_mode") == "1":
-        decoder: Any = av.CodecContext.create(name, "r")
-        decoded = (frame for packet in container.demux(stream) for frame in decoder.decode(packet))
-    first = next(decoded, None)
-    if first is None:
-        return
-    if not first.interlaced_frame:
-        yield from chain([first], decoded)
-        return
-    graph: Any = Graph()
-    source = graph.add_buffer(template=stream, time_base=first.time_base)
-    graph.link_nodes(
-        source, graph.add("bwdif", "mode=send_frame:deint=interlaced"), graph.add("buffersink")
-    ).configure()
-    for frame in chain([first], decoded, [None]):
-        graph.push(frame)
-        with contextlib.suppress(BlockingIOError, EOFError):
-            while True:
-                yield graph.pull()
-
-
-def _rate(stream: VideoStream) -> float:
-    return float(stream.average_rate or stream.guessed_rate or 1)
-
-
-def _aspect(stream: VideoStream) -> float:
-    return float(stream.sample_aspect_ratio or 1)
-
-
-def _resample(shown: Iterable[Shown], slack: float, fps: float) -> Iterator[Shown]:
-    """Pictures at instants 0, 1/fps, 2/fps, ...: each the newest one at or before it."""
-    produced = 0
+def _resample(shown: Iterable[Shown], slack: float, fps: float, produced: int) -> Iterator[Shown]:
+    """Pictures at instants number `produced` and later of 0, 1/fps, 2/fps, ...: each the newest one at or before it."""
     for item in shown:
         while produced / fps < item[-1] - slack:
             yield item

@@ -1,0 +1,177 @@
+"""The frames of a video stream with their times, from its beginning or from a keyframe on."""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator
+from contextlib import suppress
+from itertools import chain
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import av
+from av.container import InputContainer
+from av.filter import Graph
+from av.video.stream import VideoStream
+from PIL import Image
+
+from vsa.data.pixels import View
+
+Shown = tuple[av.VideoFrame | Image.Image, View, float]
+"""A decoded picture, how it is shown, and until when, in seconds from the first one."""
+
+# decoders that know the alpha of a codec
+_WITH_ALPHA = {"vp8": "libvpx", "vp9": "libvpx-vp9"}
+# codecs with one frame in every packet, whose keyframes need nothing before them
+_CODECS = ("h264", "hevc", "vp9", "av1", "prores", "dnxhd", "mjpeg")
+
+
+class FrameTable(NamedTuple):
+    """The frames of a video stream, known without decoding them.
+
+    Args:
+        unit: unit of time stamps in seconds.
+        stamps: time stamp of each frame, ascending.
+        keys: numbers of the keyframes, ascending.
+    """
+
+    unit: float
+    stamps: list[int]
+    keys: list[int]
+
+    def number_at(self, seconds: float) -> int:
+        """Number of the newest frame at or before a time from the first one."""
+        return bisect_right(self.stamps, self.stamps[0] + seconds / self.unit) - 1
+
+    def key_before(self, number: int) -> int:
+        """Number of the last keyframe up to a frame, the first one for frames before it."""
+        return self.keys[max(bisect_right(self.keys, number) - 1, 0)]
+
+    def time(self, number: int) -> float:
+        """Time of a frame in seconds from the first one."""
+        return (self.stamps[number] - self.stamps[0]) * self.unit
+
+
+def read_table(path: Path, index: int, seconds: float) -> FrameTable | None:
+    """The frames of a stream from its packets; None if these do not tell it, or within so many seconds.
+
+    Args:
+        path: the file.
+        index: place of the stream.
+        seconds: time limit.
+    """
+    over, first = time.monotonic() + seconds, None
+    packets = list[tuple[int, bool]]()
+    # what is wrong with a file is told when it is decoded
+    with suppress(av.FFmpegError, OSError, ValueError), av.open(str(path), metadata_errors="replace") as container:
+        stream: Any = container.streams[index]
+        stream.codec_context.thread_count = 1
+        for packet in container.demux(stream):
+            first = first or next(iter(packet.decode()), None)
+            if packet.size:
+                if packet.pts is None or packet.is_corrupt or packet.is_discard or time.monotonic() > over:
+                    return None
+                packets.append((packet.pts, packet.is_keyframe))
+        packets.sort()
+        stamps, is_key = (list(column) for column in zip(*packets, strict=True))
+        keys = [number for number, flag in enumerate(is_key) if flag]
+        known = first is not None and not first.interlaced_frame and (first.pts, 0) == (stamps[0], keys[0])
+        single = len({*stamps}) == len(stamps) and stream.frames in (0, len(stamps))
+        # the format AVI has no time stamps, they are guessed
+        if known and single and stream.codec_context.codec.canonical_name in _CODECS and container.format.name != "avi":
+            return FrameTable(float(stream.time_base), stamps, keys)
+    return None
+
+
+def timed_frames(container: InputContainer, stream: VideoStream) -> Iterator[Shown]:
+    """All frames with the ends that follow from their time stamps."""
+    return _timed(_whole_frames(container, stream), stream)
+
+
+def frames_before(
+    container: InputContainer, stream: VideoStream, table: FrameTable, number: int
+) -> tuple[Iterator[Shown], int] | None:
+    """The frames from the last keyframe up to a frame on, and the number of the keyframe.
+
+    They equal those of `timed_frames`; None if the decoder begins elsewhere.
+    """
+    # some formats seek by decoding times, and come to the next keyframe
+    key = table.key_before(number)
+    for wanted in (key, table.key_before(key - 1)):
+        container.seek(table.stamps[wanted], stream=stream)
+        decoded = _decoded(container, stream)
+        # before it are frames that need the keyframe before
+        first = next((frame for frame in decoded if frame.key_frame), None)
+        if first is None or first.pts is None:
+            continue
+        place = bisect_left(table.stamps, first.pts)
+        if place <= number and table.stamps[place] == first.pts:
+            begin = float(table.stamps[0] * stream.time_base) if stream.time_base else 0.0
+            return _timed(chain([first], decoded), stream, place, begin), place
+    return None
+
+
+def _timed(
+    frames: Iterator[av.VideoFrame], stream: VideoStream, number: int = 0, begin: float | None = None
+) -> Iterator[Shown]:
+    """Frames from `number` on with their ends, in seconds from the time `begin`, that of the first one by default."""
+    rate, aspect = rate_of(stream), aspect_of(stream)
+    # containers round time stamps to their unit; frames of a constant rate are taken at exact times
+    near = min(float(stream.time_base or 0), 0.4 / rate)
+    previous = next(frames, None)
+    if previous is None:
+        return
+    begin = (previous.time or 0.0) if begin is None else begin
+
+    def on_time(time: float | None, number: int) -> float:
+        exact = number / rate
+        return exact if time is None or abs(time - begin - exact) <= near else time - begin
+
+    for frame in frames:
+        number += 1
+        yield previous, View.of_frame(previous, aspect), on_time(frame.time, number)
+        previous = frame
+    length = previous.duration * float(previous.time_base or 0) or 1 / rate
+    end = None if previous.time is None else previous.time + length
+    yield previous, View.of_frame(previous, aspect), on_time(end, number + 1)
+
+
+def _decoded(container: InputContainer, stream: VideoStream) -> Iterator[av.VideoFrame]:
+    """Frames with their alpha."""
+    name = _WITH_ALPHA.get(stream.codec_context.name)
+    if name is None or stream.metadata.get("alpha_mode") != "1":
+        return container.decode(stream)
+    decoder: Any = av.CodecContext.create(name, "r")
+    return (frame for packet in container.demux(stream) for frame in decoder.decode(packet))
+
+
+def _whole_frames(container: InputContainer, stream: VideoStream) -> Iterator[av.VideoFrame]:
+    """Decoded frames; of an interlaced video by FFmpeg's filter bwdif, one a frame."""
+    decoded = _decoded(container, stream)
+    first = next(decoded, None)
+    if first is None:
+        return
+    if not first.interlaced_frame:
+        yield from chain([first], decoded)
+        return
+    graph: Any = Graph()
+    source = graph.add_buffer(template=stream, time_base=first.time_base)
+    graph.link_nodes(
+        source, graph.add("bwdif", "mode=send_frame:deint=interlaced"), graph.add("buffersink")
+    ).configure()
+    for frame in chain([first], decoded, [None]):
+        graph.push(frame)
+        with suppress(BlockingIOError, EOFError):
+            while True:
+                yield graph.pull()
+
+
+def rate_of(stream: VideoStream) -> float:
+    """Frames per second."""
+    return float(stream.average_rate or stream.guessed_rate or 1)
+
+
+def aspect_of(stream: VideoStream) -> float:
+    """Width of a stored pixel, relative to its height."""
+    return float(stream.sample_aspect_ratio or 1)
