@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+from diffusers.modular_pipelines.minimax_h3.before_denoise import MiniMaxH3Ref2VAPrepareLayoutStep
 
 from tests.integrations import checks, tiny
 from tests.integrations.oracle import masked_attention
@@ -56,6 +59,32 @@ def test_segments_before_the_video_are_told_apart():
     method, texts = applied_attention(case.model).methods[0], (3, 70, 6)
     layout = method.layout((*(Segment((1, 1, n), "text") for n in texts), Segment(tiny.GRID)))
     assert layout.num_blocks == 1 + 5 + 1 + tiny.TILES
+
+
+def test_references_are_segments_before_the_video():
+    """The layout of diffusers' step for references: an image, audio, a video with its sound, then audio and video."""
+    latents = [torch.zeros(1, 2, 1, 4, 4), torch.zeros(1, 2, 2, 4, 6)]
+    kinds = [("image", False), ("audio", True), ("video", True)]
+    positions, tags, video, audio, texts, *_ = MiniMaxH3Ref2VAPrepareLayoutStep.build_ref2va_packed_sequence(
+        torch.ones(5),
+        [SimpleNamespace(kind=kind, has_audio=has_audio) for kind, has_audio in kinds],
+        condition_latents=latents,
+        audio_condition_latents=[torch.zeros(6, 3), torch.zeros(4, 3)],
+        num_latent_frames=3,
+        latent_height=10,
+        latent_width=14,
+        num_audio_latents=4,
+        patch_size=(1, 2, 2),
+        audio_channels=2,
+        audio_tag=2,
+        video_tag=0,
+    )
+    rows = dict(position_ids=positions, video_indices=video, audio_indices=audio, text_indices=texts)
+    family = family_of(tiny.minimax_h3().model)
+    assert family.grid(None, rows) == tiny.GRID
+    # the sound of a reference adjoins the audio before it
+    assert family.texts({**rows, "hidden_states": torch.zeros(1, len(video), 8)}, tiny.GRID) == ((5, 4, 6 + 4, 12, 8),)
+    assert len(tags) == 5 + 4 + 10 + 12 + 8 + 105
 
 
 @torch.no_grad()

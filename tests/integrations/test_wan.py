@@ -171,14 +171,17 @@ def test_dense_steps_count_by_the_timestep():
     apply(case.model, topk=3, tile_thw=tiny.TILE, dense_steps=2)
     attention = applied_attention(case.model)
 
-    def is_dense(timestep: float) -> bool:
-        case.run(timestep=torch.full((2,), timestep))
+    def is_dense(timestep: float | torch.Tensor) -> bool:
+        case.run(timestep=torch.as_tensor(timestep).float().expand(2, *torch.as_tensor(timestep).shape))
         return attention.describe()["topk"] == tiny.TILES
 
     # each timestep twice, as classifier-free guidance does; then a second clip, and one that stops early
     assert [is_dense(t) for t in (1000, 1000, 800, 800, 500, 500, 10, 10)] == [True] * 4 + [False] * 4
     assert [is_dense(t) for t in (1000, 800, 500)] == [True, True, False]
     assert [is_dense(t) for t in (900, 700, 600)] == [True, True, False]
+    # tokens of a given frame are clean from the start
+    clean = torch.arange(105) < 35
+    assert [is_dense(torch.where(clean, 0, t)) for t in (1000, 800, 500)] == [True, True, False]
     # and what is called dense is dense
     actual = case.run(timestep=torch.full((2,), 999.0))
     remove(case.model)
