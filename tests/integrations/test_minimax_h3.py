@@ -153,3 +153,11 @@ def test_what_it_cannot_take_is_refused():
     rows = torch.arange(len(case.inputs["token_tags"])).roll(-1)
     with pytest.raises(ValueError, match=r"position_ids of the 105 rows .* the generated video has to be last"):
         case.run(position_ids=case.inputs["position_ids"][rows])
+    # one right before it, at the time of its first or of a later frame
+    video, none = case.inputs["position_ids"][12:], torch.arange(0)
+    grid = family_of(case.model).grid
+    assert grid(None, dict(position_ids=video, text_indices=none, audio_indices=none)) == tiny.GRID
+    for first in (0, 70):
+        positions = torch.cat([video[first : first + 35], video])
+        with pytest.raises(ValueError, match="position_ids of the 140 rows .* the generated video has to be last"):
+            grid(None, dict(position_ids=positions, text_indices=none, audio_indices=none))

@@ -7,6 +7,7 @@ coarse stage over all tiles, gates without bias).
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -48,14 +49,24 @@ def _grid(config: Any, arguments: Arguments) -> Grid:
     others = [arguments[name] for name in ("text_indices", "audio_indices")]
     start = 1 + max(int(indices.max()) if len(indices) else -1 for indices in others)
     positions = arguments["position_ids"][start:].cpu()
-    times, rows, columns = (positions[:, axis].unique() for axis in range(3))
-    grid = len(times), len(rows), len(columns)
-    if not len(positions) or not torch.equal(positions, torch.cartesian_prod(times, rows, columns)):
-        raise ValueError(
-            f"position_ids of the {len(positions)} rows after text and audio are no grid in raster order, got "
-            f"{grid[0]} times, {grid[1]} rows and {grid[2]} columns: the generated video has to be last"
-        )
-    return grid
+    frames = _runs(positions[:, 0])
+    rows = _runs(positions[: len(positions) // frames, 1])
+    grid = frames, rows, len(positions) // (frames * rows)
+    if math.prod(grid) == len(positions) > 0:
+        video = positions.view(*grid, 3)
+        axes = video[:, :1, :1, 0], video[:1, :, :1, 1], video[:1, :1, :, 2]
+        rises = bool((axes[0].diff(dim=0) > 0).all())
+        if rises and torch.equal(video, torch.stack(torch.broadcast_tensors(*axes), dim=-1)):
+            return grid
+    raise ValueError(
+        f"position_ids of the {len(positions)} rows after text and audio are no grid in raster order, got {frames} "
+        f"times and {rows} rows in the first: the generated video has to be last"
+    )
+
+
+def _runs(values: Tensor) -> int:
+    """Number of runs of equal values."""
+    return 1 + int((values[1:] != values[:-1]).sum())
 
 
 def _texts(arguments: Arguments, grid: Grid) -> Texts:
