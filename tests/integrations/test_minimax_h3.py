@@ -159,5 +159,5 @@ def test_what_it_cannot_take_is_refused():
     assert grid(None, dict(position_ids=video, text_indices=none, audio_indices=none)) == tiny.GRID
     for first in (0, 70):
         positions = torch.cat([video[first : first + 35], video])
-        with pytest.raises(ValueError, match="position_ids of the 140 rows .* the generated video has to be last"):
+        with pytest.raises(ValueError, match=r"position_ids of the 140 rows .* the generated video has to be last"):
             grid(None, dict(position_ids=positions, text_indices=none, audio_indices=none))
