@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import yaml
+
+from vsa.config_files import config_folder
 from vsa.models.embeddings import ResidualNorm
 from vsa.models.network import Network
 
@@ -57,6 +60,16 @@ def video_dit_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
     # the same default as in diffusers
     arguments["out_channels"] = arguments["out_channels"] or arguments["in_channels"]
     return arguments
+
+
+def named_sizes(arguments: Mapping[str, Any]) -> str | None:
+    """The file of `configs/model` with these arguments of a `VideoDiT`; None: no file has them."""
+    for path in sorted((config_folder() / "model").glob("*.yaml")):
+        node = yaml.safe_load(path.read_text(encoding="utf-8"))
+        sizes = {key: node[key] for key in node if not key.startswith("_") and key != "init"}
+        if all(arguments.get(key) == value for key, value in {**_DEFAULTS, **sizes}.items()):
+            return path.stem
+    return None
 
 
 def transformer_config(model: Network) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from vsa.checkpoints.held_files import config_of_shapes, nearest
 from vsa.files import check_kind
 from vsa.settings import AtLeastOne
 
@@ -107,27 +108,13 @@ def config_of_wan(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...
             "freq_dim": config["freq_dim"],
             "ffn_dim": config["ffn_dim"],
             "num_layers": config["num_layers"],
-            "eps": config["eps"],
         }
-        patch, text = shapes["patch_embedding.weight"], shapes["condition_embedder.text_embedder.linear_1.weight"]
+        eps = config["eps"]
     except KeyError as error:
         raise ValueError(f"a Wan checkpoint needs {error.args[0]}, it is missing") from None
-    if (len(patch), len(text)) != (5, 2):
-        raise ValueError(f"patch and text embedding have shapes {list(patch)} and {list(text)}")
     if dim % heads:
         raise ValueError(f"dim must be a multiple of num_heads, got {dim} and {heads}")
-    image = shapes.get("condition_embedder.image_embedder.norm1.weight")
-    return {
-        "_class_name": "WanTransformer3DModel",
-        **sizes,
-        "patch_size": list(patch[2:]),
-        "num_attention_heads": heads,
-        "attention_head_dim": dim // heads,
-        "text_dim": text[1],
-        "cross_attn_norm": "blocks.0.norm2.weight" in shapes,
-        "image_dim": None if image is None else image[0],
-        "added_kv_proj_dim": None if image is None else dim,
-    }
+    return config_of_shapes(shapes, heads=heads, eps=eps) | sizes | {"attention_head_dim": dim // heads}
 
 
 def is_gate(key: str) -> bool:
@@ -149,5 +136,6 @@ def _rename(key: str, top: dict[str, str], block: dict[str, str], naming: str) -
     is_table = rest.rpartition(".")[2] in ("scale_shift_table", "modulation")
     module, kind = (rest, "") if is_table else rest.rsplit(".", 1) if "." in rest else ("", "")
     if module not in table or (not is_table and kind not in ("weight", "bias")):
-        raise ValueError(f"{key} is not a tensor of a {naming} checkpoint")
+        known = [prefix + name for name in table]
+        raise ValueError(f"{key} is not a tensor of a {naming} checkpoint{nearest(key.rpartition('.')[0], known)}")
     return f"{prefix}{table[module]}" + (f".{kind}" if kind else "")

@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from vsa import files
+from vsa.checkpoints.held_files import FORMATS, refuse_quantized, weights_file
 from vsa.checkpoints.sparse_config import SPARSE_CONFIG
 from vsa.errors import refuse_unwritable
 from vsa.files import inner_name
@@ -45,10 +46,13 @@ HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*$")
 
 
 def local_folder(source: str | Path, subfolder: str = "transformer") -> Path:
-    """The folder itself, or that of the downloaded weights of a Hugging Face id; ValueError if there is neither."""
+    """The folder or file itself, or the folder of the downloaded weights of a Hugging Face id; ValueError if there is
+    neither."""
     folder = Path(source)
     if folder.exists():
         return folder
+    if folder.suffix in FORMATS:
+        raise ValueError(f"no such file: {source}")
     if not HUB_ID.match(str(source)):
         raise ValueError(f"no such folder: {source}")
     return _download(str(source), subfolder)
@@ -128,7 +132,8 @@ class TensorFiles:
         self.folder = folder
         self.shapes: dict[str, tuple[int, ...]] = {}
         self._pieces: dict[str, list[_Piece]] = {}
-        for name in names:
+        self.names = list(names)
+        for name in self.names:
             self._open(name)
         for key, pieces in self._pieces.items():
             pieces.sort(key=lambda piece: piece.first)
@@ -202,30 +207,29 @@ class WeightFiles(TensorFiles):
     """The tensors of a weights folder.
 
     Args:
-        folder: folder with `NAME.safetensors`, or shards with an index.
-        name: name of the file.
+        place: folder, or file, see `weights_file`.
+        name: usual name of the file.
 
     Raises:
         ValueError: the weights are missing, a tensor is in two files, or a file is missing, damaged or contradicts the
             index.
     """
 
-    def __init__(self, folder: Path, name: str = WEIGHTS):
-        index = folder / f"{name}.safetensors.index.json"
-        weight_map: dict[str, str] | None = None
-        if index.is_file():
+    def __init__(self, place: Path, name: str = WEIGHTS):
+        index = weights_file(place, name)
+        folder, weight_map = index.parent, None
+        if index.suffix == ".json":
             stored_map = read_json(index).get("weight_map")
             if not isinstance(stored_map, dict):
                 raise ValueError(f"{index} has no weight_map")
             weight_map = stored_map
             super().__init__(folder, sorted({inner_name(file, index) for file in stored_map.values()}))
-        elif (folder / f"{name}.safetensors").is_file():
-            super().__init__(folder, [f"{name}.safetensors"])
         else:
-            raise ValueError(f"{folder} has no {name}.safetensors and no index of shards")
+            super().__init__(folder, [index.name])
         for key, pieces in self._pieces.items():
-            if (dtype := self._stored_dtype(key)) not in _FLOATS:
-                path = folder / pieces[0].name
+            path, dtype = folder / pieces[0].name, self._stored_dtype(key)
+            refuse_quantized(path, key, dtype)
+            if dtype not in _FLOATS:
                 raise ValueError(f"{path}: {key} has dtype {dtype}, only {', '.join(_FLOATS)} can be read")
         if weight_map is None:
             return
@@ -250,9 +254,10 @@ def refuse_other_tensors(
 ) -> None:
     """Raise ValueError if names or shapes of tensors differ from those of a model; `what` names their origin."""
     refuse_key_difference(expected, actual, what)
-    for key, shape in expected.items():
-        if actual[key] != shape:
-            raise ValueError(f"{what}: {key} has shape {actual[key]}, the model needs {shape}")
+    other = [f"{key} has shape {actual[key]}, the model needs {s}" for key, s in expected.items() if actual[key] != s]
+    if other:
+        more = f"; and {len(other) - 3} more" if len(other) > 3 else ""
+        raise ValueError(f"{what}: {'; '.join(other[:3])}{more}")
 
 
 def finite(tensor: Tensor, name: str, what: str) -> Tensor:

@@ -7,6 +7,7 @@ is the same, with gates that no file describes) and a folder in Wan's original l
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable, Mapping
 from functools import cached_property
 from pathlib import Path
@@ -19,6 +20,7 @@ from vsa.attention.kept_tiles import KeptTiles
 from vsa.attention.sparsity import ConstantSparsity, SparsitySchedule
 from vsa.attention.video_sparse import Backend
 from vsa.checkpoints.exported_sparsity import ExportedSparsity
+from vsa.checkpoints.held_files import EPS, HEAD_DIM, config_of_shapes, holds_file, unprefixed
 from vsa.checkpoints.lora import LoRA, merged_tensor, plain_names
 from vsa.checkpoints.run_checkpoint import Checkpoint, resolve_checkpoint
 from vsa.checkpoints.sampling_settings import read_sampling_part, sampling_of
@@ -36,7 +38,7 @@ from vsa.checkpoints.wan import (
     refuse_other_attention,
     sparse_settings,
 )
-from vsa.checkpoints.wan_config import transformer_config, video_dit_arguments
+from vsa.checkpoints.wan_config import named_sizes, transformer_config, video_dit_arguments
 from vsa.checkpoints.wan_names import config_of_wan, is_gate, is_unused, wan_to_diffusers
 from vsa.checkpoints.weight_files import WeightFiles, local_folder, pretrained_folder, read_json, some
 from vsa.checkpoints.weights import WeightSource
@@ -175,13 +177,14 @@ class PretrainedWeights(WeightSource):
 
     Args:
         source: folder of a pipeline or of a transformer, or a Hugging Face id.
-        folder: folder of the transformer, downloaded if necessary.
+        place: folder of the transformer, downloaded if necessary, or its file.
     """
 
     group: Group = "model"
 
-    def __init__(self, source: str, folder: Path):
-        files = WeightFiles(folder)
+    def __init__(self, source: str, place: Path):
+        files = WeightFiles(place)
+        folder = files.folder
         state = read_sampling_part(folder) or {}
         self._sparse = read_sparse_config(folder) if has_sparse_config(folder) else None
         if self._sparse is not None:
@@ -226,17 +229,23 @@ class PretrainedWeights(WeightSource):
         try:
             return VideoDiT(attention=attention, **video_dit_arguments(config))
         except ValueError as error:
-            raise ValueError(f"{self.folder / 'config.json'}: {error}") from None
+            raise ValueError(f"{self.described_by}: {error}") from None
+
+    @property
+    def described_by(self) -> str:
+        """The file that says the sizes, for messages."""
+        return str(self.folder / "config.json")
 
     def refuse_other_architecture(self, model: Network) -> None:
-        path = self.folder / "config.json"
         try:
             theirs, ours = (video_dit_arguments(config) for config in (self.config, transformer_config(model)))
         except ValueError as error:
-            raise ValueError(f"{path}: {error}") from None
+            raise ValueError(f"{self.described_by}: {error}") from None
         other = [f"{key}={value}, the model has {ours[key]}" for key, value in theirs.items() if value != ours[key]]
         if other:
-            raise ValueError(f"{path} has {'; '.join(other)}; model=from_checkpoint takes the sizes of init_from")
+            fitting = named_sizes(theirs)
+            fits = f"model={fitting} has" if fitting else "model=from_checkpoint takes"
+            raise ValueError(f"{self.described_by} has {'; '.join(other)}; {fits} the sizes of init_from")
         sparse = self._described
         if sparse is not None and (odd := set(sparse.gate_keys) ^ {name for name in self if is_gate(name)}):
             raise ValueError(
@@ -268,20 +277,56 @@ class PretrainedWeights(WeightSource):
             )
 
 
-class WanWeights(PretrainedWeights):
-    """Weights under the names of Wan's original code."""
+class FileWeights(PretrainedWeights):
+    """Weights of a Wan model in one file or in a folder, in Wan's own or diffusers' names under any prefix.
+
+    Without a `config.json` beside them, the sizes are those of the shapes.
+    """
+
+    def __init__(self, source: str, place: Path):
+        self._place = place
+        super().__init__(source, place)
 
     def _names(self, keys: list[str]) -> dict[str, str]:
-        return {wan_to_diffusers(key): key for key in keys}
+        stripped = unprefixed(keys, self.name)
+        rename = wan_to_diffusers if "head.head.weight" in stripped else str
+        try:
+            named = {rename(name): key for name, key in stripped.items()}
+        except ValueError as error:
+            raise ValueError(f"{self.name}: {error}") from None
+        return {name: key for name, key in named.items() if not is_unused(name)}
+
+    @property
+    def name(self) -> str:
+        return str(self._place)
+
+    @property
+    def described_by(self) -> str:
+        path = self.folder / "config.json"
+        return str(path) if path.is_file() else f"{self.name}, without config.json"
+
+    @property
+    def digest(self) -> str:
+        return weights_digest(self.folder, self.files.names)
 
     @cached_property
     def config(self) -> Mapping[str, Any]:
         path = self.folder / "config.json"
-        theirs = read_json(path)
+        theirs = read_json(path) if path.is_file() else None
+        if theirs is not None and theirs.get("_class_name") != "WanModel":
+            return theirs
         try:
-            return config_of_wan(theirs, self.shapes)
+            if theirs is not None:
+                return config_of_wan(theirs, self.shapes)
+            config = config_of_shapes(self.shapes)
         except ValueError as error:
-            raise ValueError(f"{path}: {error}") from None
+            raise ValueError(f"{self.described_by}: {error}") from None
+        warnings.warn(
+            f"{self.name} has no config.json: its shapes give the sizes, and Wan's published values are taken for what "
+            f"they do not determine (attention_head_dim={HEAD_DIM}, eps={EPS})",
+            stacklevel=2,
+        )
+        return config
 
 
 def is_run(spec: str | Path) -> bool:
@@ -290,10 +335,10 @@ def is_run(spec: str | Path) -> bool:
 
 
 def open_weights(spec: str | Path, group: Group | None = None) -> WeightSource:
-    """The weights of a run (its newest checkpoint), a checkpoint folder, another folder or a Hugging Face id.
+    """The weights of a run (its newest checkpoint), a checkpoint folder, another folder, a file or a Hugging Face id.
 
     Args:
-        spec: the source; see `pretrained_folder` for those that are not runs.
+        spec: the source; see `pretrained_folder` and `FileWeights` for those that are not runs.
         group: see `RunWeights`.
 
     Raises:
@@ -304,10 +349,12 @@ def open_weights(spec: str | Path, group: Group | None = None) -> WeightSource:
         return RunWeights(resolve_checkpoint(folder), group)
     if group is not None:
         raise ValueError(f"--weights {group} applies to training runs only; {spec} is not a run folder")
+    if holds_file(folder):
+        return FileWeights(str(spec), folder)
     folder = pretrained_folder(folder)
     refuse_experts(spec, folder)
     is_wan = read_json(folder / "config.json").get("_class_name") == "WanModel"
-    return (WanWeights if is_wan else PretrainedWeights)(str(spec), folder)
+    return (FileWeights if is_wan else PretrainedWeights)(str(spec), folder)
 
 
 def refuse_experts(spec: str | Path, folder: Path) -> None:
@@ -332,8 +379,9 @@ def open_network(
     Raises:
         ValueError: an architecture that `VideoDiT` does not support, or weights that do not fit it.
     """
-    folder = pretrained_folder(spec)
-    source = open_weights(folder)
+    if is_run(spec):
+        pretrained_folder(spec)
+    source = open_weights(spec)
     with without_memory():
         model = source.network(backend=backend)
     gates: Gates = "required" if gate_names(model) else "absent"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -82,13 +82,13 @@ def config_digest(config: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def weights_digest(folder: Path) -> str:
-    """Digest of the tensors in the safetensors files of a folder, independent of their division into files.
+def weights_digest(folder: Path, names: Iterable[str] | None = None) -> str:
+    """Digest of the tensors in safetensors files of a folder (None: all), independent of their division into files.
 
     It covers names, types, shapes and both ends of every tensor's bytes. Training changes all tensors, so different
     models differ there, and 20 GB of weights are distinguished in milliseconds.
     """
-    files = sorted(folder.glob("*.safetensors"))
+    files = sorted(folder.glob("*.safetensors") if names is None else map(folder.joinpath, names))
     if not files:
         raise ValueError(f"{folder} has no safetensors weights")
     entries: dict[str, str] = {}
