@@ -11,7 +11,15 @@ from typing import get_args
 
 import torch
 from torch import Tensor
-from vsa_kernels import BlockIndex, block_sparse_attn, coarse_fine_attn, select_topk, tail_attn
+from vsa_kernels import (
+    BlockIndex,
+    block_sparse_attn,
+    coarse_fine_attn,
+    select_topk,
+    set_workspace_limit,
+    tail_attn,
+    workspace_limit,
+)
 from vsa_kernels.selection.api import Form
 from vsa_kernels.testing import make_case
 
@@ -24,6 +32,8 @@ from .problems import Shape, problem
 from .timing import FORWARD, Measured, Op, Setup, Skipped, attempt, measure, must_notice
 
 _SUB_THW = (2, 2, 2)
+# smaller than the limit at the start of a process
+_WORKSPACES = (2 << 30, 1 << 30, 256 << 20, 0)
 
 
 def tail(shape: Shape, setup: Setup) -> Measured:
@@ -60,9 +70,21 @@ def tail(shape: Shape, setup: Setup) -> Measured:
         add("tail, lists given", lambda attend=attend, index=index: attend(index=index)[0], leaves[:3])
         listed = partial(block_sparse_attn, q, k, v, index, **blocks, backend=backend)
         add("listed tiles alone", lambda listed=listed: listed()[0], leaves[:3])
+        for limit in _WORKSPACES:
+
+            def within(limit: int = limit, attend: Callable[..., tuple[Tensor, Tensor]] = attend) -> Tensor:
+                # the backward reads it
+                set_workspace_limit(limit)
+                return attend(index=select("softmax"))[0]
+
+            add(f"tail, workspace of {limit >> 20} MiB", within, leaves[:3])
     for form in get_args(Form):
         ops.append(Op(name=f"score subblock_{form}", call=partial(score, form), passes=(FORWARD,), against=()))
-    return Measured(measure(ops, setup), skipped)
+    limit = workspace_limit()
+    try:
+        return Measured(measure(ops, setup), skipped)
+    finally:
+        set_workspace_limit(limit)
 
 
 def check_tail(backend: str, dtype: torch.dtype, device: torch.device) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import codecs
+import contextlib
+import gc
 import json
 import os
 import re
@@ -16,10 +18,12 @@ from typing import Any
 import av
 import numpy as np
 import pytest
+import torch
 from PIL import Image, ImageCms
 
 from tests.data.encoding import encode_folder
 from tests.data.media import HEIGHT, WIDTH, corners, write
+from tests.data.test_timed_frames import write_film
 from vsa.data.buckets import Bucket
 from vsa.data.captions import read_captions
 from vsa.data.clip_rules import ClipRules
@@ -29,7 +33,15 @@ from vsa.data.sample_store import ShardStore
 from vsa.data.shards import LatentReader
 from vsa.data.text import HashedNgramEncoder
 from vsa.data.toy_videos import render_clip
-from vsa.data.video_files import IMAGE_SUFFIXES, VIDEO_SUFFIXES, probe_video, read_video, write_gif, write_video
+from vsa.data.video_files import (
+    IMAGE_SUFFIXES,
+    VIDEO_SUFFIXES,
+    VideoReader,
+    probe_video,
+    read_video,
+    write_gif,
+    write_video,
+)
 from vsa.sampling.clip_folder import all_prompts
 
 PAGE = Path(__file__).parents[2] / "docs" / "data.md"
@@ -602,6 +614,14 @@ def check_long_captions(folder: Path) -> None:
     assert not [line for line in encode(videos)[1] if "captions" in line]
 
 
+@row("late clips")
+def check_late_clips(folder: Path) -> None:
+    """In more forms, and from which keyframe, in test_timed_frames."""
+    options = {"g": "48", "bf": "3"}
+    whole = read_video(write_film(folder / "a.mp4", options))[0]
+    assert torch.equal(read_video(folder / "a.mp4", start=250, frames=4)[0], whole[250:254])
+
+
 @row("plain files")
 def check_plain(folder: Path) -> None:
     """Without any of this, pixels are those that FFmpeg and Pillow give at once."""
@@ -620,6 +640,27 @@ def check_plain(folder: Path) -> None:
     Image.fromarray(corners()).save(folder / "a.jpg")
     assert np.array_equal(seen(folder / "a.jpg")[0], np.asarray(Image.open(folder / "a.jpg")))
     assert read_video(folder / "a.jpg")[1] == 1.0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads are counted in /proc")
+def test_no_frame_keeps_threads(tmp_path: Path) -> None:
+    """Those of 1,000 thumbnails are over the memory limit of a decoder on a machine with 16 cores."""
+    write_video(tmp_path / "a.mp4", render_clip(0, 1, size=(40, 32, 48))[0])
+
+    def most(read: Callable[[VideoReader], Any]) -> int:
+        with contextlib.closing(VideoReader(tmp_path / "a.mp4")) as reader:
+            kept = read(reader)
+            number = len(os.listdir("/proc/self/task"))
+            del kept
+        return number
+
+    gc.disable()
+    try:
+        before = len(os.listdir("/proc/self/task"))
+        assert most(lambda reader: reader.thumbnails(40)) <= before + 4
+        assert most(lambda reader: reader.take(40)) <= before + 4
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("name", ROWS)

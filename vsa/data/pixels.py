@@ -9,7 +9,7 @@ import contextlib
 import functools
 import io
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import av
 import numpy as np
@@ -100,10 +100,19 @@ def stored_pixels(picture: av.VideoFrame | Image.Image) -> np.ndarray:
     if picture.color_trc == _UNSPECIFIED and picture.side_data.get("DOVI_RPU_BUFFER") is not None:
         refuse_dolby_vision()
     if picture.color_trc in (PQ, HLG) or picture.color_primaries in _TO_BT709:
-        return _standard(picture.to_ndarray(format="rgb48le"), picture.color_trc, picture.color_primaries)
+        return _standard(converted(picture, "rgb48le"), picture.color_trc, picture.color_primaries)
     if picture.format.has_palette or any(component.is_alpha for component in picture.format.components):
-        return _on_black(Image.fromarray(picture.to_ndarray(format="rgba")))
-    return picture.to_ndarray(format="rgb24")
+        return _on_black(Image.fromarray(converted(picture, "rgba")))
+    return converted(picture, "rgb24")
+
+
+def converted(picture: av.VideoFrame, pixel_format: str, **size: Any) -> np.ndarray:
+    """The pixels of a frame in another format and, with `width` and `height`, another size.
+
+    By default a frame starts as many threads as there are cores for this (PyAV#2281), and keeps them until the garbage
+    collector finds it: on a machine with 16 cores a film of 700 frames is over the memory limit of a decoder.
+    """
+    return picture.to_ndarray(format=pixel_format, threads=1, **size)
 
 
 def refuse_dolby_vision() -> None:

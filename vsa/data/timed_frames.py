@@ -21,6 +21,8 @@ from vsa.data.pixels import View
 Shown = tuple[av.VideoFrame | Image.Image, View, float]
 """A decoded picture, how it is shown, and until when, in seconds from the first one."""
 
+# of titles that are not UTF-8, which from 19 on need no option
+_LENIENT: dict[str, Any] = {"metadata_errors": "replace"} if int(av.__version__.split(".")[0]) < 19 else {}
 # decoders that know the alpha of a codec
 _WITH_ALPHA = {"vp8": "libvpx", "vp9": "libvpx-vp9"}
 # codecs with one frame in every packet, whose keyframes need nothing before them
@@ -53,6 +55,11 @@ class FrameTable(NamedTuple):
         return (self.stamps[number] - self.stamps[0]) * self.unit
 
 
+def opened(path: Path) -> InputContainer:
+    """The container of a file, whatever the bytes of its titles are."""
+    return av.open(str(path), **_LENIENT)
+
+
 def read_table(path: Path, index: int, seconds: float) -> FrameTable | None:
     """The frames of a stream from its packets; None if these do not tell it, or within so many seconds.
 
@@ -64,7 +71,7 @@ def read_table(path: Path, index: int, seconds: float) -> FrameTable | None:
     over, first = time.monotonic() + seconds, None
     packets = list[tuple[int, bool]]()
     # what is wrong with a file is told when it is decoded
-    with suppress(av.FFmpegError, OSError, ValueError), av.open(str(path), metadata_errors="replace") as container:
+    with suppress(av.FFmpegError, OSError, ValueError), opened(path) as container:
         stream: Any = container.streams[index]
         stream.codec_context.thread_count = 1
         for packet in container.demux(stream):

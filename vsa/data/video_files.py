@@ -20,8 +20,8 @@ from av.container import InputContainer
 from av.video.stream import VideoStream
 from PIL import Image, UnidentifiedImageError
 
-from vsa.data.pixels import NotShown, View, refuse_dolby_vision, stored_pixels
-from vsa.data.timed_frames import FrameTable, Shown, aspect_of, frames_before, rate_of, read_table, timed_frames
+from vsa.data.pixels import NotShown, View, converted, refuse_dolby_vision, stored_pixels
+from vsa.data.timed_frames import FrameTable, Shown, aspect_of, frames_before, opened, rate_of, read_table, timed_frames
 from vsa.files import atomic_file
 
 if TYPE_CHECKING:
@@ -178,7 +178,7 @@ class VideoReader:
                 if isinstance(picture, Image.Image):
                     pixels = np.asarray(picture.convert("RGB").resize((width, height)))
                 else:
-                    pixels = picture.to_ndarray(format="rgb24", width=width, height=height)
+                    pixels = converted(picture, "rgb24", width=width, height=height)
                 small.append(view._replace(aspect=1.0).show(pixels))
                 ends.append(self._end)
         return small, ends
@@ -280,7 +280,7 @@ def _opened(path: Path, threads: int = 1) -> Iterator[tuple[InputContainer, Vide
     if not path.is_file():
         raise ValueError(f"no such video: {path}")
     try:
-        with av.open(str(path), metadata_errors="replace") as container:
+        with opened(path) as container:
             if not container.streams.video:
                 raise ValueError(f"cannot decode video {path}: it has no video stream")
             stream = container.streams.video[0 if len(container.streams.video) == 1 else _moving(path)]
@@ -299,7 +299,7 @@ def _opened(path: Path, threads: int = 1) -> Iterator[tuple[InputContainer, Vide
 
 def _moving(path: Path) -> int:
     """Place of the first video stream with more than one picture, so no cover; 0 if there is none."""
-    with av.open(str(path), metadata_errors="replace") as container:
+    with opened(path) as container:
         places = [stream.index for stream in container.streams.video]
         pictures = Counter(p.stream_index for p in container.demux(video=[*range(len(places))]) if p.size)
     return next((place for place, index in enumerate(places) if pictures[index] > 1), 0)

@@ -149,9 +149,10 @@ def known_gpu(name: str) -> Gpu | None:
 
 
 def gpu_here(device: torch.device) -> Gpu | None:
-    """The kind of a device, with its actual memory and, for an unknown kind, no rates; None for no GPU."""
+    """The kind of a device, an unknown one without rates, with the memory that this process may take; None: no GPU."""
     if device.type != "cuda":
         return None
     properties = torch.cuda.get_device_properties(device)
     gpu = known_gpu(properties.name) or Gpu(name=properties.name, memory=0.0, sources={})
-    return replace(gpu, memory=float(properties.total_memory), chip=(properties.major, properties.minor))
+    memory = properties.total_memory * torch.cuda.get_per_process_memory_fraction(device)
+    return replace(gpu, memory=memory, chip=(properties.major, properties.minor))
