@@ -23,6 +23,7 @@ from vsa.checkpoints.wan import (
 )
 from vsa.checkpoints.weight_files import WeightFiles, pretrained_folder
 from vsa.checkpoints.weight_source import open_network, open_weights
+from vsa.training.modules.checks import refuse_other_noise
 
 pytestmark = pytest.mark.filterwarnings("ignore:tiles .* full:UserWarning")
 
@@ -250,22 +251,63 @@ def test_a_name_that_is_no_folder_is_refused(monkeypatch, tmp_path):
         open_weights("nobody/nothing")
 
 
-def test_one_of_two_experts_is_refused(tmp_path):
-    for parts in ({"transformer_2": ["diffusers", "WanTransformer3DModel"]}, {"boundary_ratio": 0.875}):
-        saved(tmp_path / "wan" / "transformer")
-        index = {"_class_name": "WanPipeline", "transformer": ["diffusers", "WanTransformer3DModel"]}
-        (tmp_path / "wan" / "model_index.json").write_text(json.dumps(index | parts))
-        for spec in (tmp_path / "wan", tmp_path / "wan" / "transformer"):
-            for read in (open_weights, open_network):
-                with pytest.raises(ValueError, match=r"wan.* has two transformers, one per range of timesteps"):
-                    read(spec)
-        # as a pipeline of one model writes it
-        one = index | {"transformer_2": [None, None], "boundary_ratio": None}
-        (tmp_path / "wan" / "model_index.json").write_text(json.dumps(one))
-        assert open_weights(tmp_path / "wan").shapes
-    low = saved(tmp_path / "low_noise_model")
-    with pytest.raises(ValueError, match=r"low_noise_model has two transformers"):
-        open_weights(low)
+def two_experts(folder: Path, **parts: Any) -> Path:
+    for name in ("transformer", "transformer_2"):
+        saved(folder / name)
+    index = {"_class_name": "WanPipeline", "transformer": ["diffusers", "WanTransformer3DModel"]}
+    index |= {"transformer_2": ["diffusers", "WanTransformer3DModel"], "boundary_ratio": 0.9}
+    (folder / "model_index.json").write_text(json.dumps(index | parts))
+    return folder
+
+
+def test_an_expert_is_opened_by_its_name_alone(tmp_path):
+    wan = two_experts(tmp_path / "wan")
+    for read in (open_weights, open_network):
+        with pytest.raises(
+            ValueError, match=r"two transformers.*: name one, .*wan/transformer \(high noise\) or .*_2$"
+        ):
+            read(wan)
+    high, low = (open_weights(wan / name) for name in ("transformer", "transformer_2"))
+    assert (high.noise_range, low.noise_range) == ((0.9, 1.0), (0.0, 0.9))
+    with pytest.raises(
+        ValueError, match=r"expert for noise levels 0 to 0.9, task.objective.noise_range is \[0,1\]: set"
+    ):
+        refuse_other_noise(low, (0.0, 1.0))
+    with pytest.raises(ValueError, match="or name the other expert"):
+        refuse_other_noise(low, (0.9, 1.0))
+    for levels in ((0.0, 0.9), (0.2, 0.8)):
+        refuse_other_noise(low, levels)
+    with pytest.raises(ValueError, match="has two transformers and no boundary_ratio"):
+        _ = open_weights(two_experts(wan, boundary_ratio=None) / "transformer_2").noise_range
+    # as a pipeline of one model writes it
+    one = open_weights(two_experts(wan, transformer_2=[None, None], boundary_ratio=None))
+    assert one.noise_range is None
+    refuse_other_noise(one, (0.0, 1.0))
+
+
+def test_experts_of_wans_own_layout_and_of_files(tmp_path):
+    folders = [tmp_path / "wan" / f"{name}_noise_model" for name in ("high", "low")]
+    for folder, kind in zip(folders, ("t2v", "i2v_22"), strict=True):
+        saved(folder, kind)
+    with pytest.raises(ValueError, match=r"name one, .*/high_noise_model \(high noise\) or .*/low_noise_model"):
+        open_weights(tmp_path / "wan")
+    assert [open_weights(folder).noise_range for folder in folders] == [(0.875, 1.0), (0.0, 0.9)]
+    file = tmp_path / "wan2.2_t2v_low_noise_14B_bf16.safetensors"
+    shutil.copy(folders[0] / "diffusion_pytorch_model.safetensors", file)
+    shutil.copy(folders[0] / "config.json", tmp_path)
+    assert open_weights(file).noise_range == (0.0, 0.875)
+
+
+def test_an_expert_of_a_hub_id_is_downloaded_alone(monkeypatch, tmp_path):
+    two_experts(tmp_path / "hub")
+    patterns: list[str] = []
+    monkeypatch.setattr(
+        "huggingface_hub.snapshot_download",
+        lambda _, allow_patterns: patterns.extend(allow_patterns) or tmp_path / "hub",
+    )
+    assert open_weights("somebody/something/transformer_2").folder == tmp_path / "hub" / "transformer_2"
+    assert "transformer_2/*" in patterns
+    assert "transformer/*" not in patterns
 
 
 def test_what_is_downloaded(monkeypatch, tmp_path):

@@ -145,6 +145,26 @@ def test_one_slot_alone_follows_the_distribution_over_steps(distribution: str):
     assert kolmogorov_smirnov(wrong.sort().values) > 1.63
 
 
+@pytest.mark.parametrize("between", [(0.875, 1.0), (0.0, 0.3), (0.2, 0.9)])
+@pytest.mark.parametrize("distribution", ["logit_normal", "uniform"])
+def test_sigmas_of_an_expert_are_the_distributions_within_its_levels(between, distribution):
+    own = {"distribution": distribution, "shift": 3.0}
+    many = {"num_slots": 4000, **own}
+    sigma = sample_sigmas(seed=0, step=1, between=between, **many)
+    assert sigma.min() >= between[0]
+    assert sigma.max() <= between[1]
+    everything = sample_sigmas(seed=0, step=1, **many)
+    inside = everything[(everything >= between[0]) & (everything <= between[1])]
+    # strata make both far better than independent draws; 3% of the larger sample is their grid
+    points = torch.linspace(*between, 12, dtype=torch.float64)[1:-1]
+    shares, expected = ((x[:, None] <= points).double().mean(0) for x in (sigma, inside))
+    assert (shares - expected).abs().max() < 0.03
+    # the control: as many levels, evenly spread
+    even = (torch.linspace(*between, 4000, dtype=torch.float64)[:, None] <= points).double().mean(0)
+    assert (even - expected).abs().max() > 0.03
+    assert torch.equal(everything, sample_sigmas(seed=0, step=1, between=(0.0, 1.0), **many))
+
+
 def test_sigmas_depend_on_seed_and_step_alone():
     state = torch.random.get_rng_state()
     a = sample_sigmas(seed=1, step=5, num_slots=8)

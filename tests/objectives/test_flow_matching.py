@@ -9,7 +9,7 @@ import torch
 
 from tests.objectives.small_nets import make_batch, make_net, sparse_attention
 from vsa.attention.full import FullAttention
-from vsa.diffusion.flow_matching import FlowShift
+from vsa.diffusion.flow_matching import FlowShift, sample_sigmas
 from vsa.objectives.flow_matching import FinetuneLoss, FlowMatchingLoss, attention_outputs
 
 
@@ -136,6 +136,21 @@ def test_a_given_first_frame_is_clean_at_timestep_0_and_in_no_loss():
     parts = loss.mixed(model, teacher, batch, noised, topk=2).parts
     torch.testing.assert_close(parts["data"], noised.mse(velocity, noised.target), rtol=1e-5, atol=0)
     torch.testing.assert_close(parts["velocity"], noised.mse(velocity, theirs), rtol=1e-5, atol=0)
+
+
+def test_an_expert_trains_on_its_noise_levels():
+    model, (batch, latents) = make_net(FullAttention), make_batch()
+    loss = FlowMatchingLoss(shift=FlowShift(value=2.0), noise_range=(0.875, 1.0))
+    for seed in range(5):
+        noised = loss.noised(model, batch, latents, seed=seed)
+        assert noised.timestep.min() >= 875
+    # of its own samples, those at the start of a denoising
+    assert loss.progress_share(0.0, 0.125, 36) == pytest.approx(1)
+    assert loss.progress_share(0.125, 1.0, 36) == pytest.approx(0)
+    drawn = sample_sigmas(seed=0, step=0, num_slots=2000, shift=2.0, between=(0.875, 1.0))
+    assert loss.progress_share(0.0, 0.06, 36) == pytest.approx((drawn > 0.94).double().mean().item(), abs=0.01)
+    with pytest.raises(ValueError, match=r"noise_range=\[0.9, 0.9\]: expected a lower and a higher level"):
+        FinetuneLoss(shift=FlowShift(), noise_range=(0.9, 0.9))
 
 
 def test_first_frames_are_drawn_by_their_share_and_never_of_images():

@@ -137,6 +137,12 @@ def training_checkpoint(run: Path) -> Path:
 
 def test_a_diffusers_pipeline_starts_at_its_output(training, tmp_path):
     folder, watch = make_pipeline(tmp_path / "wan"), Watch()
+    low = tmp_path / "experts" / "low_noise_model"
+    shutil.copytree(folder / "transformer", low)
+    with pytest.raises(
+        ValueError, match=r"is an expert for noise levels 0 to 0.875, task.objective.noise_range is \[0,1\]"
+    ):
+        training(*wan_like(*ALL_TILES), f"init_from={low}", "run=low", "trainer.max_steps=1")
     training(*wan_like(*ALL_TILES), f"init_from={folder}", "trainer.max_steps=1", callbacks=(watch,))
     theirs = WanTransformer3DModel.from_pretrained(folder / "transformer")
     (x, timestep), conditions, output = watch.first

@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from vsa import files
+from vsa.checkpoints.experts import EXPERTS
 from vsa.checkpoints.held_files import FORMATS, refuse_quantized, weights_file
 from vsa.checkpoints.sparse_config import SPARSE_CONFIG
 from vsa.errors import refuse_unwritable
@@ -53,9 +54,16 @@ def local_folder(source: str | Path, subfolder: str = "transformer") -> Path:
         return folder
     if folder.suffix in FORMATS:
         raise ValueError(f"no such file: {source}")
-    if not HUB_ID.match(str(source)):
+    repository, expert = hub_parts(source)
+    if not HUB_ID.match(repository):
         raise ValueError(f"no such folder: {source}")
-    return _download(str(source), subfolder)
+    return _download(repository, expert or subfolder) / expert
+
+
+def hub_parts(source: str | Path) -> tuple[str, str]:
+    """The repository of a Hugging Face id, and the folder of one expert in it (`OWNER/NAME/transformer_2`), or ""."""
+    repository, _, expert = str(source).rpartition("/")
+    return (repository, expert) if expert in EXPERTS and HUB_ID.match(repository) else (str(source), "")
 
 
 def pretrained_folder(source: str | Path, subfolder: str = "transformer") -> Path:

@@ -19,6 +19,7 @@ from torch import Tensor
 from vsa.attention.kept_tiles import KeptTiles
 from vsa.attention.sparsity import ConstantSparsity, SparsitySchedule
 from vsa.attention.video_sparse import Backend
+from vsa.checkpoints.experts import EXPERTS, NoiseRange, expert_range, refuse_experts
 from vsa.checkpoints.exported_sparsity import ExportedSparsity
 from vsa.checkpoints.held_files import EPS, HEAD_DIM, config_of_shapes, holds_file, unprefixed
 from vsa.checkpoints.lora import LoRA, merged_tensor, plain_names
@@ -40,7 +41,7 @@ from vsa.checkpoints.wan import (
 )
 from vsa.checkpoints.wan_config import named_sizes, transformer_config, video_dit_arguments
 from vsa.checkpoints.wan_names import config_of_wan, is_gate, is_unused, wan_to_diffusers
-from vsa.checkpoints.weight_files import WeightFiles, local_folder, pretrained_folder, read_json, some
+from vsa.checkpoints.weight_files import WeightFiles, hub_parts, local_folder, pretrained_folder, read_json, some
 from vsa.checkpoints.weights import WeightSource
 from vsa.data.codecs import vae_kind
 from vsa.data.pretrained import weights_digest
@@ -232,6 +233,10 @@ class PretrainedWeights(WeightSource):
             raise ValueError(f"{self.described_by}: {error}") from None
 
     @property
+    def noise_range(self) -> NoiseRange | None:
+        return expert_range(self.folder, conditioned=self.config["in_channels"] != self.config["out_channels"])
+
+    @property
     def described_by(self) -> str:
         """The file that says the sizes, for messages."""
         return str(self.folder / "config.json")
@@ -265,10 +270,10 @@ class PretrainedWeights(WeightSource):
                 if ours != expected:
                     raise ValueError(f"{self.source} was trained with data.{key}={expected}, the data have {ours}")
         vae = self.folder.parent / "vae"
-        if self.folder.name != "transformer" or not (vae / "config.json").is_file():
+        if self.folder.name not in EXPERTS or not (vae / "config.json").is_file():
             return
         # for a Hugging Face id only the config of the VAE was downloaded, not its weights
-        source = str(vae) if Path(self.source).exists() else self.source
+        source = str(vae) if Path(self.source).exists() else hub_parts(self.source)[0]
         theirs = vae_kind(source)(source)
         if theirs.hash != data.codec.hash:
             raise ValueError(
@@ -304,6 +309,11 @@ class FileWeights(PretrainedWeights):
     def described_by(self) -> str:
         path = self.folder / "config.json"
         return str(path) if path.is_file() else f"{self.name}, without config.json"
+
+    @property
+    def noise_range(self) -> NoiseRange | None:
+        conditioned = self.config["in_channels"] != self.config["out_channels"]
+        return expert_range(self._place, conditioned=conditioned)
 
     @property
     def digest(self) -> str:
@@ -349,21 +359,12 @@ def open_weights(spec: str | Path, group: Group | None = None) -> WeightSource:
         return RunWeights(resolve_checkpoint(folder), group)
     if group is not None:
         raise ValueError(f"--weights {group} applies to training runs only; {spec} is not a run folder")
+    refuse_experts(spec, folder)
     if holds_file(folder):
         return FileWeights(str(spec), folder)
     folder = pretrained_folder(folder)
-    refuse_experts(spec, folder)
     is_wan = read_json(folder / "config.json").get("_class_name") == "WanModel"
     return (FileWeights if is_wan else PretrainedWeights)(str(spec), folder)
-
-
-def refuse_experts(spec: str | Path, folder: Path) -> None:
-    """Raise ValueError for a transformer that is one of two, such as those of Wan2.2 A14B."""
-    index = folder.parent / "model_index.json"
-    parts = read_json(index) if index.is_file() else {}
-    names = ("high_noise_model", "low_noise_model")
-    if (parts.get("transformer_2") or [None])[0] or parts.get("boundary_ratio") or folder.name in names:
-        raise ValueError(f"{spec} has two transformers, one per range of timesteps (Wan2.2 A14B): not supported")
 
 
 def open_network(

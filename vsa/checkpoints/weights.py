@@ -92,6 +92,12 @@ class WeightSource(Mapping[str, Tensor], ABC):
         return sampling_part(self.state)
 
     @property
+    def noise_range(self) -> tuple[float, float] | None:
+        """Noise levels that an expert is for; None: all, or unknown."""
+        bounds = (self.run_config.get("task", {}).get("objective") or {}).get("noise_range")
+        return None if bounds is None or list(bounds) == [0, 1] else (bounds[0], bounds[1])
+
+    @property
     @abstractmethod
     def digest(self) -> str:
         """Digest that identifies the weights."""

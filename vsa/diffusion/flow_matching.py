@@ -154,6 +154,7 @@ def sample_sigmas(
     shift: float = 1.0,
     logit_mean: float = 0.0,
     logit_std: float = 1.0,
+    between: tuple[float, float] = (0.0, 1.0),
 ) -> Tensor:
     """Noise levels of one optimizer step, stratified over the global batch.
 
@@ -171,6 +172,7 @@ def sample_sigmas(
         shift: flow shift applied after the distribution, see `shift_sigma`.
         logit_mean: mean of logit(sigma).
         logit_std: standard deviation of logit(sigma).
+        between: lowest and highest noise level; the distribution within them is the same, without the rest.
 
     Returns:
         float64 `[num_slots]` in (0, 1), by slot, on the CPU.
@@ -180,8 +182,13 @@ def sample_sigmas(
     generator = mixed_generator("sigma", seed, step)
     strata = torch.randperm(num_slots, generator=generator)
     jitter = torch.rand(num_slots, generator=generator, dtype=torch.float64)
+    u = (strata + jitter) / num_slots
+    if between != (0.0, 1.0):
+        own: Any = {"distribution": distribution, "shift": shift, "logit_mean": logit_mean, "logit_std": logit_std}
+        low, high = (sigma_share(0, level, **own) for level in between)
+        u = low + (high - low) * u
     # open interval: the quantile function of the normal is infinite at both ends
-    u = ((strata + jitter) / num_slots).clamp(1e-9, 1 - 1e-9)
+    u = u.clamp(1e-9, 1 - 1e-9)
     if distribution == "uniform":
         sigma = u
     elif distribution == "logit_normal":

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from vsa.diffusion import flow_matching as fm
 from vsa.models.forward_hooks import capture_outputs
 from vsa.models.network import Network
 from vsa.noise import mixed_generator
-from vsa.settings import NonNegative, Positive, ShareBelowOne, validated
+from vsa.settings import NonNegative, Positive, Share, ShareBelowOne, validated
 from vsa.transfer import copy_async
 
 VALIDATION_SEED = 7919
@@ -96,6 +96,8 @@ class FlowMatchingLoss:
             in validation too. Such a model continues a picture (`vsa sample --first-frame`), and samples captions
             alone. Clips of one latent frame are never given. As Wan2.2-TI2V-5B reads its first frame
             (`expand_timesteps` of diffusers' WanPipeline).
+        noise_range: lowest and highest noise level (0 is data, 1 noise) in training and validation; an expert of Wan2.2
+            A14B has the levels on its side of the pipeline's `boundary_ratio`.
     """
 
     shift: fm.FlowShift
@@ -104,6 +106,11 @@ class FlowMatchingLoss:
     logit_std: Positive = 1.0
     weighting: Literal["uniform", "sigma_sqrt", "cosmap"] = "uniform"
     first_frame: ShareBelowOne = 0.0
+    noise_range: tuple[Share, Share] = (0.0, 1.0)
+
+    def __post_init__(self) -> None:
+        if self.noise_range[0] >= self.noise_range[1]:
+            raise ValueError(f"objective.noise_range={list(self.noise_range)}: expected a lower and a higher level")
 
     def __call__(self, model: Network, batch: VideoBatch, noised: NoisedBatch, *, topk: KeptTiles) -> LossTerms:
         """Loss terms of a micro-batch."""
@@ -112,14 +119,18 @@ class FlowMatchingLoss:
 
     def progress_share(self, start: float, stop: float, num_tokens: int) -> float:
         """Share of training samples whose denoising progress is in a range, on a grid of `num_tokens` tokens."""
-        return fm.sigma_share(
-            1 - stop,
-            1 - start,
-            distribution=self.distribution,
-            shift=self.shift(num_tokens),
-            logit_mean=self.logit_mean,
-            logit_std=self.logit_std,
-        )
+        low, high = self.noise_range
+        inside = [min(max(level, low), high) for level in (1 - stop, 1 - start)]
+        own = self._distribution(num_tokens)
+        return fm.sigma_share(inside[0], inside[1], **own) / fm.sigma_share(low, high, **own)
+
+    def _distribution(self, num_tokens: int) -> dict[str, Any]:
+        return {
+            "distribution": self.distribution,
+            "shift": self.shift(num_tokens),
+            "logit_mean": self.logit_mean,
+            "logit_std": self.logit_std,
+        }
 
     def noised(self, model: Network, batch: VideoBatch, latents: Tensor, *, seed: int) -> NoisedBatch:
         """Draw timesteps and noise of a micro-batch with normalised latents `[B, C, T, H, W]`, for inputs and targets.
@@ -131,10 +142,8 @@ class FlowMatchingLoss:
             seed=seed,
             step=batch.step,
             num_slots=batch.num_slots,
-            distribution=self.distribution,
-            shift=self.shift(tokens),
-            logit_mean=self.logit_mean,
-            logit_std=self.logit_std,
+            between=self.noise_range,
+            **self._distribution(tokens),
         )
         sigmas = all_sigmas[batch.slots]
         noise = fm.noise_like(latents, batch.seeds, batch.noise)
@@ -183,7 +192,8 @@ class FinetuneLoss(FlowMatchingLoss):
     velocity: NonNegative = 0.0
     attention: NonNegative = 0.0
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
+        super().__post_init__()
         if self.data + self.velocity + self.attention == 0:
             raise ValueError("objective.data, objective.velocity and objective.attention are all 0: nothing to train")
 

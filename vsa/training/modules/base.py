@@ -27,7 +27,7 @@ from vsa.training.estimate.job import TRAINING, PlannedNetwork
 from vsa.training.gradients import GradientClipper, refuse_training_free
 from vsa.training.lightning_compat import continue_after
 from vsa.training.log_lines import LogLines
-from vsa.training.modules.checks import JobSize, refuse_misfit, refuse_other_data
+from vsa.training.modules.checks import JobSize, refuse_misfit, refuse_other_data, refuse_other_noise
 from vsa.training.modules.teacher import Teacher
 from vsa.training.optimizer import AdamW
 from vsa.training.parallel import ParallelPlan, build_model, every_parameter
@@ -193,7 +193,11 @@ class DiffusionModule(L.LightningModule):
             model = self._model_factory()
         if self.init_from is not None:
             weights, gates = self.init_from, self.gates_of(model)
-            told_together(lambda: weights.check(model, gates), lambda: weights.check_data(data))
+            told_together(
+                lambda: weights.check(model, gates),
+                lambda: weights.check_data(data),
+                lambda: refuse_other_noise(weights, getattr(self.objective, "noise_range", (0.0, 1.0))),
+            )
         if self.resume is not None:
             refuse_other_sizes(model, self.resume)
         with without_memory():

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from vsa.attention.sparsity import SparsitySchedule
 from vsa.checkpoints.run_checkpoint import Checkpoint
 from vsa.checkpoints.state_file import one_line
+from vsa.checkpoints.weights import WeightSource
 from vsa.data.parallel_dims import ParallelDims
 from vsa.diffusion.latent_statistics import LatentStatistics
 from vsa.models.network import Network
@@ -62,6 +63,22 @@ def refuse_misfit(model: Network, sparsity: SparsitySchedule, data: Any, size: J
         )
     # attention that selects no tiles ignores the top-k
     sparsity.check(tiles if model.selects else 1, len(model.blocks))
+
+
+def refuse_other_noise(weights: WeightSource, levels: tuple[float, float]) -> None:
+    """Raise ValueError if weights are an expert for other noise levels than those of the training.
+
+    Args:
+        weights: weights that a training starts from.
+        levels: lowest and highest noise level of its objective.
+    """
+    own = weights.noise_range
+    if own is not None and not own[0] <= levels[0] < levels[1] <= own[1]:
+        low, high = (f"{level:g}" for level in own)
+        raise ValueError(
+            f"{weights.source} is an expert for noise levels {low} to {high}, task.objective.noise_range is "
+            f"[{levels[0]:g},{levels[1]:g}]: set [{low},{high}], or name the other expert"
+        )
 
 
 def refuse_other_data(checkpoint: Checkpoint, data: Any, statistics: LatentStatistics) -> None:
