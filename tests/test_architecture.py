@@ -54,6 +54,7 @@ def loaded() -> dict[str, set[str]]:
     return {statement: set(names) for statement, names in map(json.loads, result.stdout.splitlines())}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("statement", "allowed"), ALLOWED.items())
 def test_modules_load_only_what_their_layer_may(loaded, statement, allowed):
     assert loaded[statement] - allowed == set()

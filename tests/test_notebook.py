@@ -38,6 +38,7 @@ def test_the_file_is_a_notebook():
         assert all(isinstance(line, str) for line in cell["source"])
 
 
+@pytest.mark.slow
 def test_every_cell_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     # a training sets it for the process it expects to be alone in: put back afterwards

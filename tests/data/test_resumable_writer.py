@@ -232,6 +232,7 @@ def test_parts_of_other_settings_are_looked_at_again(videos: Path, tmp_path: Pat
     assert files_of(out) == before
 
 
+@pytest.mark.slow
 def test_overwriting_goes_on_after_an_interruption(videos: Path, straight: dict[str, bytes], tmp_path: Path) -> None:
     out = tmp_path / "out"
     encode_folder(videos, out, **{**OPTIONS, "dtype": "float32"})

@@ -158,6 +158,7 @@ def test_a_full_disk_names_the_shard(tmp_path: Path, make_dataset) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_a_killed_writer_leaves_nothing_that_looks_finished(tmp_path: Path, make_dataset) -> None:
     code = (
         "import os, signal, sys, torch\n"

@@ -76,6 +76,7 @@ def test_a_blob_is_no_shape_with_corners(shape: str) -> None:
     assert measure_shape(drawn(shape, blur=12)) in ("circle", None)
 
 
+@pytest.mark.slow
 def test_rendered_and_rebuilt_clips_are_told_and_shuffled_captions_are_not() -> None:
     assert share_right(clips()) == 1
     codec = HaarCodec()

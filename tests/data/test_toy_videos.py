@@ -46,6 +46,7 @@ def test_clip_is_a_pure_function_of_seed_and_index() -> None:
     assert not torch.equal(render_clip(4, 7)[0], video)
 
 
+@pytest.mark.slow
 def test_scorer_is_right_on_clips_and_on_their_reconstructions() -> None:
     codec = HaarCodec()
     plain = [score_clip(video, caption) for video, caption, _ in clips()]

@@ -60,6 +60,7 @@ def test_the_quickstart_and_the_readme(typist):
         typist("vsa sample outputs/quickstart/other --prompt x")
 
 
+@pytest.mark.slow
 def test_own_videos(typist):
     lay_out(typist.folder, clips=CLIPS)
     for command in page("docs/own-videos.md"):

@@ -148,6 +148,7 @@ def test_a_changing_topk_compiles_nothing_new():
     assert not late, f"compiled again: {sorted(late)}"
 
 
+@pytest.mark.slow
 def test_each_gate_can_fail():
     records, _ = compiled(90, "toys")
     broken = {r["label"]: [line.split(":")[0] for line in violations(r)] for r in records}

@@ -217,6 +217,7 @@ def test_a_compiled_block_without_self_attention_is_right(bench, checks):
     checks.check_block("compiled", torch.float32, CPU)
 
 
+@pytest.mark.slow
 def test_the_block_of_a_named_model_has_its_width(bench, monkeypatch):
     cases, timing = (importlib.import_module(f"scripts.bench.{name}") for name in ("cases", "timing"))
     monkeypatch.setattr(cases, "measure", lambda ops, setup: [{tuple(x.shape) for x in op.inputs} for op in ops])

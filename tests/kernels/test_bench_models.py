@@ -25,6 +25,7 @@ DISTILL_PARTS = (
 )
 
 
+@pytest.mark.slow
 def test_an_iteration_of_distillation_is_timed_in_parts_and_whole(bench, tmp_path, capsys):
     out = tmp_path / "report.json"
     bench.main(["distill", "--shapes", "tiny", "--repeats", "1", "--out", str(out)])
@@ -149,6 +150,7 @@ def test_denoising_is_compared_with_many_guided_steps(bench, denoise, monkeypatc
     assert "Not measured: text encoder, captions: 2 at tiny: ModuleNotFoundError" in output
 
 
+@pytest.mark.slow
 def test_text_encoder_and_vae_are_added_to_both(bench, denoise, monkeypatch, tmp_path, capsys):
     pytest.importorskip("diffusers")
     pytest.importorskip("transformers")

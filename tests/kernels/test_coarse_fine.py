@@ -336,6 +336,7 @@ def layer(q, k, v, gate_coarse, gate_fine, blocks, topk):
     return result.out.square()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [[2] * 70, [1, 3] * 35], ids=["uniform", "ragged"])
 def test_topk_that_changes_every_step_recompiles_once(sizes, hollow):
     torch._dynamo.reset()

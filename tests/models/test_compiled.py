@@ -59,6 +59,7 @@ def test_topk_changes_do_not_recompile(training, start):
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
 def test_a_second_bucket_shape_takes_one_more_graph():
     torch._dynamo.reset()
     model = make_model(partial(VideoSparseAttention, tile_thw=(1, 1, 1)), num_attention_heads=1, ffn_dim=8)
@@ -148,6 +149,7 @@ def test_compiled_gradients_of_one_sample_are_those_of_eager_blocks(norms, devic
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
 def test_compiled_blocks_do_without_reductions_in_mixed_order(monkeypatch):
     """A CPU cannot show wrong gradients of this option, the test before needs a GPU."""
     from torch._inductor import config

@@ -127,6 +127,7 @@ def test_every_config_file_composes_and_builds(choices, tmp_path, monkeypatch):
             assert list(tmp_path.rglob("tensorboard/events*"))
 
 
+@pytest.mark.slow
 def test_wandb_works_offline_without_a_key(tmp_path, monkeypatch):
     wandb = pytest.importorskip("wandb")
     monkeypatch.setenv("HOME", str(tmp_path))

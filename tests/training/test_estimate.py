@@ -329,6 +329,7 @@ def rows() -> list[Comparison]:
     return comparisons()
 
 
+@pytest.mark.slow
 def test_the_compared_steps_are_in_the_docs(rows):
     page = (ROOT / "docs" / "benchmarks" / "how-fast.md").read_text()
     missing = [row.row() for row in rows if row.row() not in page]

@@ -163,6 +163,7 @@ class Signal(L.Callback):
             signal.raise_signal(signal.SIGTERM)
 
 
+@pytest.mark.slow
 def test_signals_leave_the_path_as_it_is(training):
     """Their checkpoints are no targets, and push no target out of the number that is kept."""
     watched = (*WATCHED[:2], "callbacks.checkpoint.every_n_steps=3", "trainer.max_steps=13")

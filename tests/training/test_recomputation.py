@@ -266,6 +266,7 @@ def test_a_distillation_names_the_next_level(distill, network):
 # kept
 
 
+@pytest.mark.slow
 def test_a_resumed_run_keeps_its_level(training, needed, monkeypatch):
     two, four = (DEEP, "trainer.max_steps=2"), (DEEP, "trainer.max_steps=4")
     here(monkeypatch, with_margin(needed["attention"]))
@@ -292,6 +293,7 @@ def test_a_checkpoint_of_auto_without_its_level_is_refused(training):
         training("trainer.max_steps=4", "ckpt_path=last")
 
 
+@pytest.mark.slow
 def test_checkpoints_without_a_level_have_that_of_their_settings(training, monkeypatch):
     # with memory for another level
     for run, settings, level, memory in (("set", (explicit("full"),), "full", 80 * GIB), ("default", (), "none", 1.0)):

@@ -117,6 +117,7 @@ def few_step_clips(run: Path, weights: str, **how) -> torch.Tensor:
     return generate(loaded_run, PROMPTS, loaded_run.settings(seed=5, **how))
 
 
+@pytest.mark.slow
 def test_student_average_and_teacher_are_sampled_as_their_checkpoints_are(training, dense, sampled):
     runs, clips, counter = sampled
     folder = runs.folder("d")

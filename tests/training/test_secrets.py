@@ -68,6 +68,7 @@ def test_a_sweep_writes_no_secret(command_line, tmp_path, setting):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_environment")
 def test_prompts_that_hold_a_secret_are_masked_in_files_and_their_names(training):
     prompts = "callbacks.samples.prompts=['a ${oc.env:MY_API_KEY} circle']"

@@ -28,6 +28,7 @@ def test_the_line_adds_up():
     assert start_line(parts, {"torch.compile": 0.0, "Triton kernels": 0.0}).endswith("step 6.0 s")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux tells when a process began")
 def test_the_process_began_when_it_was_started():
     code = "from vsa.machine import process_start; print(process_start())"

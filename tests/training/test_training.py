@@ -436,6 +436,7 @@ def test_a_flop_budget_sets_the_end_of_the_run_and_of_its_schedules(training):
     assert training.last().state["flops_total"] == pytest.approx(per_step * 6)
 
 
+@pytest.mark.slow
 def test_debug_overfit_drives_the_loss_down(training):
     training("debug=overfit", "data.batch_size=2", "run=overfit", "~trainer.max_steps")
     losses = training.losses("overfit")
@@ -446,6 +447,7 @@ def test_debug_overfit_drives_the_loss_down(training):
     assert sorted(training.losses("overfit")) == [1, 2]
 
 
+@pytest.mark.slow
 def test_debug_profile_says_where_the_time_goes(training, monkeypatch):
     messages = []
     monkeypatch.setattr(step_profile, "rank_zero_info", messages.append)
