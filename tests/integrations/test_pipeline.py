@@ -26,7 +26,13 @@ from vsa.diffusion.rollout import rollout_noise
 from vsa.diffusion.sampler import guide, sample_few_step
 from vsa.integrations.diffusers import applied_attention, apply, remove
 from vsa.integrations.diffusers.few_step import FewStepScheduler
-from vsa.integrations.diffusers.pipeline import clip_settings, generate_videos, open_pipeline, token_grid
+from vsa.integrations.diffusers.pipeline import (
+    clip_settings,
+    generate_videos,
+    open_pipeline,
+    token_grid,
+    trained_settings,
+)
 from vsa.models.video_dit import VideoDiT
 
 pytestmark = pytest.mark.filterwarnings("ignore:tiles .* full")
@@ -372,8 +378,10 @@ def test_gates_in_the_second_transformer_are_not_dropped(hub, settings, folder, 
     pipe = WanPipeline.from_pretrained(folder)
     two = tmp_path / "two"
     WanPipeline(**{**pipe.components, "transformer_2": pipe.transformer}, boundary_ratio=0.5).save_pretrained(two)
-    # two dense ones are fine
+    # two dense ones are fine, and a sparse one in place of each
     assert open_pipeline(two).transformer_2 is not None
+    given = open_pipeline(two, transformer_2=exported)
+    assert [applied_attention(model) is None for model in (given.transformer, given.transformer_2)] == [True, False]
     shutil.rmtree(two / "transformer_2")
     shutil.copytree(exported, two / "transformer_2")
     if not settings:
@@ -383,8 +391,23 @@ def test_gates_in_the_second_transformer_are_not_dropped(hub, settings, folder, 
         source, load = "somebody/something", WanPipeline.from_pretrained
         monkeypatch.setattr("huggingface_hub.snapshot_download", lambda hub_id, allow_patterns: str(two))
         monkeypatch.setattr(WanPipeline, "from_pretrained", lambda name, **options: load(two, **options))
-    with pytest.raises(ValueError, match=r"transformer_2 is sparse, but only the first transformer"):
-        open_pipeline(source)
+    if not settings:
+        with pytest.raises(ValueError, match=r"sparse_attention.json"):
+            open_pipeline(source)
+        return
+    both = open_pipeline(source, transformer=exported)
+    clip = {"seeds": [1], "size": (48, 80), "frames": 5, "steps": 4, "guidance": 1.0}
+    videos = {}
+    for name, each in {"given": given, "own": open_pipeline(source), "both": both}.items():
+        latents: list[torch.Tensor] = []
+        generate_videos(each, PROMPTS[:1], keep=latents.append, **clip)
+        videos[name] = latents[0]
+    assert torch.equal(videos["given"], videos["own"])
+    # the control: a sparse one for high noise too
+    assert not torch.equal(videos["both"], videos["own"])
+    assert trained_settings(both) is not None
+    with pytest.raises(ValueError, match=r"transformer_2=.* does not apply: .* has one transformer"):
+        open_pipeline(folder, transformer_2=exported)
 
 
 SMALL = ["--size", "48", "80", "--frames", "5", "--steps", "2", "--device", "cpu", "--guidance", "3"]

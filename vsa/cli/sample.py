@@ -41,6 +41,9 @@ def sample(
     transformer: Annotated[
         str | None, option("sparse export for the pipeline (folder, hub id)", panel=PIPELINE)
     ] = None,
+    transformer_2: Annotated[
+        str | None, option("the same for its second transformer, of low noise (Wan2.2 A14B)", panel=PIPELINE)
+    ] = None,
     method: Annotated[
         str | None,
         option("attention method: video_sparse (with --sparsity, --topk), full, or 'NAME key=value'", panel=PIPELINE),

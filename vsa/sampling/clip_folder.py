@@ -178,7 +178,7 @@ def sample_pipeline(
     plan = DenoisingPlan() if applied is None else applied.plan
     record = {
         "pipeline": pipeline,
-        "transformer": attention.get("transformer"),
+        **{name: attention.get(name) for name in ("transformer", "transformer_2")},
         "seed": seed,
         **clip._asdict(),
         **shared,

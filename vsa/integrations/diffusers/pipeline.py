@@ -12,13 +12,13 @@ from torch import Tensor
 from vsa.attention.denoising import DenoisingPlan
 from vsa.checkpoints.sparse_config import Grid, SparseAttentionConfig, has_sparse_config, read_sparse_config
 from vsa.checkpoints.wan_names import is_gate
-from vsa.checkpoints.weight_files import WeightFiles, pretrained_folder, read_json
+from vsa.checkpoints.weight_files import WeightFiles, local_folder, pretrained_folder, read_json
 from vsa.data.pretrained import component_folder
 from vsa.integrations.diffusers.install import applied_attention, apply
 from vsa.integrations.diffusers.pretrained import load_sparse
 
 PIPELINE = "WanPipeline"
-SECOND = "transformer_2"
+FIRST, SECOND = "transformer", "transformer_2"
 
 
 class ClipSettings(NamedTuple):
@@ -45,6 +45,7 @@ def open_pipeline(
     source: str | Path,
     *,
     transformer: str | Path | None = None,
+    transformer_2: str | Path | None = None,
     method: str | None = None,
     sparsity: float | None = None,
     topk: int | None = None,
@@ -65,6 +66,7 @@ def open_pipeline(
     Args:
         source: pipeline folder or hub id.
         transformer: folder or hub id of a sparse transformer that replaces the pipeline's.
+        transformer_2: the same for the second transformer, that of low noise (Wan2.2 A14B).
         method: see `apply`; None: video_sparse if there is a sparsity or a top-k.
         sparsity: share of tiles skipped per query tile.
         topk: tiles kept per query tile.
@@ -87,35 +89,37 @@ def open_pipeline(
     for name in ("vae", "text_encoder", "transformer"):
         if (Path(source) / name).is_dir():
             component_folder(source, name)
-    if (Path(source) / SECOND).is_dir():
-        _refuse_gates(Path(source) / SECOND)
-    sparse_source = transformer
-    if sparse_source is None and _is_sparse(pretrained_folder(source)):
-        sparse_source = source
+    sparse = {FIRST: transformer, SECOND: transformer_2}
+    if not (local_folder(source, SECOND) / SECOND).is_dir():
+        if transformer_2 is not None:
+            raise ValueError(f"transformer_2={transformer_2} does not apply: {source} has one transformer")
+        del sparse[SECOND]
+    for name, given in sparse.items():
+        if given is None and _is_sparse(pretrained_folder(source, name)):
+            sparse[name] = source
+    sparse_sources = {name: given for name, given in sparse.items() if given is not None}
     own = dict(method=method, tile_thw=tile_thw, settings=settings)
-    parts = {}
-    if sparse_source is not None:
+    parts, step_lists = {}, set()
+    for name, sparse_source in sparse_sources.items():
         for option, value in own.items():
             if value:
                 raise ValueError(f"{option}={value} does not apply to the sparse transformer {sparse_source}")
-        trained = read_sparse_config(pretrained_folder(sparse_source))
+        trained = read_sparse_config(pretrained_folder(sparse_source, name))
+        step_lists.add(trained.step_list)
         if trained.step_list is not None:
             _refuse_for_list("flow shift", flow_shift, trained.step_list)
             parts["scheduler"] = FewStepScheduler(trained.step_list)
         elif flow_shift is None:
             flow_shift = trained.flow_shift
-        parts["transformer"] = load_sparse(
-            sparse_source, dtype=dtype, sparsity=sparsity, topk=topk, denoising=denoising
+        parts[name] = load_sparse(
+            sparse_source, subfolder=name, dtype=dtype, sparsity=sparsity, topk=topk, denoising=denoising
         )
+    if len(step_lists) > 1:
+        raise ValueError(f"the transformers of {source} are sampled in different steps: {step_lists}")
     types = {"default": dtype, "vae": torch.float32}
     pipe = WanPipeline.from_pretrained(source, dtype=types, **parts)
     models = [model for model in (pipe.transformer, pipe.transformer_2) if model is not None]
-    if pipe.transformer_2 is not None and not Path(source).exists():
-        # a pipeline of the hub has been downloaded by now
-        _refuse_gates(pretrained_folder(source, SECOND))
-    if sparse_source is not None and len(models) > 1:
-        raise ValueError(f"{source} has two transformers, neither of which a sparse transformer can replace")
-    if sparse_source is None and any((*own.values(), sparsity is not None, topk is not None, denoising)):
+    if not sparse_sources and any((*own.values(), sparsity is not None, topk is not None, denoising)):
         for model in models:
             apply(
                 model,
@@ -133,9 +137,10 @@ def open_pipeline(
 
 
 def trained_settings(pipe: Any) -> SparseAttentionConfig | None:
-    """Settings of the sparse transformer in a pipeline from `open_pipeline`, None without one."""
-    applied = None if pipe.transformer is None else applied_attention(pipe.transformer)
-    return None if applied is None else applied.trained
+    """Settings of the first sparse transformer in a pipeline from `open_pipeline`, None without one."""
+    models = [model for model in (pipe.transformer, pipe.transformer_2) if model is not None]
+    applied = [applied_attention(model) for model in models]
+    return next((each.trained for each in applied if each is not None), None)
 
 
 def clip_settings(
@@ -313,11 +318,6 @@ def _refuse_for_list(name: str, value: float | None, step_list: Sequence[float])
 def _is_sparse(folder: Path) -> bool:
     # includes gates without settings, which diffusers would skip with a line in its log
     return has_sparse_config(folder) or any(is_gate(key) for key in WeightFiles(folder).keys)
-
-
-def _refuse_gates(folder: Path) -> None:
-    if _is_sparse(folder):
-        raise ValueError(f"{folder} is sparse, but only the first transformer of a pipeline may be sparse")
 
 
 def _set_shift(pipe: Any, flow_shift: float) -> None:
