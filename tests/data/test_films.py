@@ -186,6 +186,15 @@ def test_windows_lie_within_shots() -> None:
 
 
 @pytest.mark.usefixtures("in_process")
+def test_a_picture_among_films_is_one_frame_at_any_rate(films: Path, tmp_path: Path) -> None:
+    for film in SHOTS:
+        (films / film).unlink()
+    encode(films, tmp_path / "out", frames=8, fps=24.0)
+    (sample,) = LatentReader(tmp_path / "out").index.samples.values()
+    assert (sample.about.source, sample.latent_shape) == ("still.png", CODEC.latent_shape(1, 32, 48))
+
+
+@pytest.mark.usefixtures("in_process")
 def test_clips_of_films_stay_within_shots(films: Path, tmp_path: Path) -> None:
     plans = []
     report = encode(films, tmp_path / "out", frames=8, fps=6.0, show_plan=plans.append)
@@ -293,7 +302,7 @@ def test_films_without_a_long_shot_are_told_at_once(films: Path, tmp_path: Path)
     lines = [*plans[0].lines()]
     assert lines[1:3] == [
         "       7 clips of 32x48x8 (height x width x frames)",
-        "       1 clips of 32x48x1 (height x width x frames)",
+        "       1 clip of 32x48x1 (height x width x frames)",
     ]
     assert lines[-1] == "dropped: 2 shots: shorter than a clip"
     for folder, message in ((tmp_path / "none", "no such folder of videos"), (tmp_path, "must not contain")):
@@ -382,7 +391,7 @@ def test_videos_that_are_longer_than_their_clip_are_told(films: Path, tmp_path: 
     encode(films, tmp_path / "out", shots=None, frames=8, show_plan=plans.append)
     assert [*plans[0].lines()] == [
         "       2 clips of 32x48x8 (height x width x frames)",
-        "       1 clips of 32x48x1 (height x width x frames)",
+        "       1 clip of 32x48x1 (height x width x frames)",
         "only the start of each video is taken, 17 of 83 frames: --clips-per-film takes more",
     ]
     with pytest.raises(ValueError, match="workers must be at least 1, got 0"):

@@ -102,8 +102,10 @@ def test_images(tmp_path: Path) -> None:
     pixels = np.random.default_rng(0).integers(0, 256, (7, 9, 4), dtype=np.uint8)
     pixels[..., 3] = 255
     Image.fromarray(pixels).save(tmp_path / "a.png")
-    video, _ = read_video(tmp_path / "a.png")
-    assert np.array_equal(video.numpy(), pixels[None, ..., :3])
+    for fps in (None, 16, 240):
+        video, rate = read_video(tmp_path / "a.png", fps=fps)
+        assert np.array_equal(video.numpy(), pixels[None, ..., :3])
+        assert rate == (fps or 1)
 
 
 def png_header(width: int, height: int) -> bytes:

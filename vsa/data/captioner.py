@@ -36,9 +36,7 @@ class Captioner:
     """
 
     def __init__(self, source: str, *, device: str = "cpu") -> None:
-        if find_spec("transformers") is None:
-            raise ValueError(f"--captioner {source} needs transformers: pip install 'vsa-train[text]'")
-        refuse_unknown(source)
+        refuse_captioner(source)
         from transformers import AutoModelForImageTextToText, AutoProcessor
 
         self.source, self._device = source, device
@@ -46,7 +44,7 @@ class Captioner:
         try:
             self._processor: Any = AutoProcessor.from_pretrained(source)
             if not hasattr(self._processor, "image_processor"):
-                raise ValueError("it has no processor of images")
+                raise ValueError("it has no processor of images and text")
             loaded: Any = AutoModelForImageTextToText.from_pretrained(source, dtype=dtype, output_loading_info=True)
             model, info = loaded
             refuse_missing(info, Path(source))
@@ -73,6 +71,16 @@ class Captioner:
         inputs = inputs.to(self._device, self._model.dtype)
         tokens = self._model.generate(**inputs, max_new_tokens=_MOST_TOKENS, do_sample=False)
         return tidy(self._processor.batch_decode(tokens[:, asked:], skip_special_tokens=True)[0])
+
+
+def refuse_captioner(source: str) -> None:
+    """Raise ValueError for a captioner whose name or package is wrong, before it is loaded."""
+    if find_spec("transformers") is None:
+        raise ValueError(f"--captioner {source} needs transformers: pip install 'vsa-train[text]'")
+    try:
+        refuse_unknown(source)
+    except ValueError as error:
+        raise ValueError(f"--captioner {source}: {error}; a hub id is OWNER/NAME") from None
 
 
 def caption_clips(

@@ -65,7 +65,7 @@ class ClipPlan:
             yield f"shots: {self.shots}; {len(self.seconds):,} shots, {len(self.clips):,} clips of {files:,} files"
         sizes = Counter(clip.size for clip in self.clips if clip.size)
         for (frames, height, width), count in sizes.most_common(_LISTED):
-            yield f"{count:8,d} clips of {Bucket(height, width, frames)} (height x width x frames)"
+            yield f"{count:8,d} clip{'s' * (count != 1)} of {Bucket(height, width, frames)} (height x width x frames)"
         if len(sizes) > _LISTED:
             yield f"         and {len(sizes) - _LISTED} more sizes: --size or --buckets makes them fewer"
         taken, frames = self.taken
@@ -109,9 +109,9 @@ def plan_films(
         without, over = without + short, over + len(windows) - len(chosen)
     dropped = list[tuple[str, str]]()
     if without:
-        dropped.append((f"{without:,} shots", "shorter than a clip"))
+        dropped.append((f"{without:,} shot{'s' * (without != 1)}", "shorter than a clip"))
     if over:
-        dropped.append((f"{over:,} clips", f"more than --clips-per-film {rules.clips_per_film}"))
+        dropped.append((f"{over:,} clip{'s' * (over != 1)}", f"more than --clips-per-film {rules.clips_per_film}"))
     plan = ClipPlan(clips=clips, shots=finder.description, seconds=seconds, dropped=dropped)
     return plan, problems
 

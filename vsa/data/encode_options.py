@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from vsa.data.captioner import refuse_captioner
 from vsa.data.clip_rules import ClipRules
 from vsa.data.codecs import Codec, WanVAE
 from vsa.data.resumable_writer import OutputOptions
@@ -45,6 +46,8 @@ class EncodeOptions:
     def check(self, codec: Codec) -> None:
         """Raise ValueError for options that the codec does not support."""
         self.clips.check(codec)
+        if self.captioner:
+            refuse_captioner(self.captioner)
         if self.workers < 1:
             raise ValueError(f"workers must be at least 1, got {self.workers}")
         if self.image_condition and not isinstance(codec, WanVAE):

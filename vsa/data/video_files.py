@@ -293,8 +293,8 @@ def _opened(path: Path, threads: int = 1) -> Iterator[tuple[InputContainer, Vide
             stream.thread_type, context.thread_count = "AUTO", threads
             yield container, stream
     except (NotShown, av.FFmpegError, OSError, MemoryError, OverflowError, UnicodeDecodeError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ValueError(f"cannot decode video {path}: {reason}") from error
+        reason = (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__
+        raise ValueError(f"cannot decode video {path}: {reason.splitlines()[0]}") from error
 
 
 def _moving(path: Path) -> int:
@@ -342,13 +342,13 @@ def _numbers(image: Image.Image) -> range:
 
 
 def _pictures(image: Image.Image) -> Iterator[Shown]:
-    view, end = View.of_picture(image), 0.0
-    for i in _numbers(image):
+    view, end, numbers = View.of_picture(image), 0.0, _numbers(image)
+    for i in numbers:
         image.seek(i)
         image.load()
         duration = image.info.get("duration", 0)
-        # browsers show frames without a duration for 100 ms
-        end += (duration if duration > 10 else 100) / 1000
+        # browsers show frames without a duration for 100 ms; a lone picture is one frame at any rate
+        end += (duration if duration > 10 else 100) / 1000 if len(numbers) > 1 else 2 * _SLACK
         yield image.copy(), view, end
 
 
