@@ -66,10 +66,11 @@ def wan(**changes: Any) -> Case:
     return Case(model, inputs)
 
 
-def ltx() -> Case:
+def ltx(**changes: Any) -> Case:
     torch.manual_seed(0)
     options = dict(in_channels=4, out_channels=4, num_attention_heads=2, attention_head_dim=16, num_layers=2)
-    model = stirred(LTXVideoTransformer3DModel(**options, cross_attention_dim=32, caption_channels=8))
+    options |= dict(cross_attention_dim=32, caption_channels=8)
+    model = stirred(LTXVideoTransformer3DModel(**{**options, **changes}))
     t, h, w = GRID
     inputs = dict(
         hidden_states=randn(2, t * h * w, 4),
@@ -85,26 +86,13 @@ def ltx() -> Case:
     return Case(model, inputs)
 
 
-def cogvideox(patch_size_t: int | None = None, rope: bool = True) -> Case:
+def cogvideox(patch_size_t: int | None = None, rope: bool = True, **changes: Any) -> Case:
     torch.manual_seed(0)
     t, h, w = GRID
-    model = stirred(
-        CogVideoXTransformer3DModel(
-            num_attention_heads=2,
-            attention_head_dim=16,
-            in_channels=4,
-            out_channels=4,
-            time_embed_dim=16,
-            text_embed_dim=8,
-            num_layers=2,
-            sample_width=2 * w,
-            sample_height=2 * h,
-            sample_frames=4 * t - 3,
-            max_text_seq_length=TEXT,
-            patch_size_t=patch_size_t,
-            use_rotary_positional_embeddings=rope,
-        )
-    )
+    options = dict(num_attention_heads=2, attention_head_dim=16, in_channels=4, out_channels=4, time_embed_dim=16)
+    options |= dict(text_embed_dim=8, num_layers=2, sample_width=2 * w, sample_height=2 * h, sample_frames=4 * t - 3)
+    options |= dict(max_text_seq_length=TEXT, patch_size_t=patch_size_t, use_rotary_positional_embeddings=rope)
+    model = stirred(CogVideoXTransformer3DModel(**{**options, **changes}))  # type: ignore[arg-type]
     tables = get_3d_rotary_pos_embed(16, ((0, 0), (h, w)), (h, w), t) if rope else None
     inputs = dict(
         hidden_states=randn(2, t * (patch_size_t or 1), 4, 2 * h, 2 * w),

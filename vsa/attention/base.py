@@ -95,6 +95,12 @@ class AttentionMethod(nn.Module):
         for name in {"attend", "combine", "attend_combine", "attend_dense"} & vars(cls).keys():
             setattr(cls, name, without_autocast(vars(cls)[name]))
 
+    def traceable(self, ctx: AttnContext) -> bool:
+        """Whether a compiled block can run the method in this context."""
+        # recorders and stored selections are Python callables and mappings, which would break the compiled graph
+        selects = self.selects or self.predicts
+        return ctx.recorder is None and not (ctx.keeps_selection and selects and not ctx.dense)
+
     def settings(self) -> dict[str, Any]:
         """Constructor settings as JSON values, those of `described_settings`; they rebuild the method."""
         return json.loads(json.dumps({name: self.setting(name) for name in described_settings(type(self))}))

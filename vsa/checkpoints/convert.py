@@ -16,14 +16,15 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from vsa.attention.full import FullAttention
 from vsa.attention.kept_tiles import Budget
 from vsa.attention.named import NAMED, unusual
 from vsa.checkpoints.golden import write_golden
+from vsa.checkpoints.network_settings import network_of, network_settings
 from vsa.checkpoints.run_checkpoint import resolve_checkpoint
 from vsa.checkpoints.sampling_settings import sampling_of_export, sampling_part, write_sampling_part
 from vsa.checkpoints.sparse_config import SPARSE_CONFIG, Grid, SparseAttentionConfig
 from vsa.checkpoints.wan import Layout, attention_of, export_pretrained, method_options, refuse_other_attention
-from vsa.checkpoints.wan_config import video_dit_arguments
 from vsa.checkpoints.wan_names import is_gate
 from vsa.checkpoints.weight_files import finite, refuse_existing, refuse_other_tensors
 from vsa.checkpoints.weight_source import open_network
@@ -32,7 +33,6 @@ from vsa.checkpoints.weights_run import write_weights_run
 from vsa.diffusion.sampler import step_list
 from vsa.models.init import without_memory
 from vsa.models.network import Network
-from vsa.models.video_dit import VideoDiT
 from vsa.settings import shown
 
 Target = Literal[Layout, "run"]
@@ -138,8 +138,9 @@ def _sparse_of_options(source: WeightSource, gates: list[str], options: Conversi
             f"{source.name} has gates but no {SPARSE_CONFIG}: say how they were trained with --grid T H W and one of "
             f"--topk and --sparsity, got grid={options.grid}, topk={options.topk} and sparsity={options.sparsity}"
         )
-    arguments = video_dit_arguments(source.config)
-    layers = arguments["num_layers"]
+    with without_memory():
+        dense = network_of(source.config, FullAttention)
+    layers = len(dense.blocks)
     sparse = SparseAttentionConfig(
         method="video_sparse",
         tile_thw=FASTVIDEO_TILE,
@@ -152,9 +153,9 @@ def _sparse_of_options(source: WeightSource, gates: list[str], options: Conversi
         grids=(options.grid,),
     )
     with without_memory():
-        model = VideoDiT(attention=attention_of(sparse), **arguments)
-    latents = [n * p for n, p in zip(options.grid, arguments["patch_size"], strict=True)]
-    num_tiles = model.layout_for((arguments["in_channels"], *latents), "cpu").num_video_tiles
+        model = dense.with_attention(attention_of(sparse))
+    latents = [n * p for n, p in zip(options.grid, model.patch_size, strict=True)]
+    num_tiles = model.layout_for((model.in_channels, *latents), "cpu").num_video_tiles
     topk = Budget(options.topk, options.sparsity).wanted(num_tiles)
     budget = "count" if options.sparsity is None else "fraction"
     return replace(sparse, grid_topk=((topk,) * layers,), num_tiles=(num_tiles,), budget=budget)
@@ -203,9 +204,8 @@ def convert(source: WeightSource, out: Path, options: Conversion, *, like: str |
         steps = sparse.step_list
     else:
         steps = source.step_list if options.step_list is None else step_list(options.step_list)
-    arguments = video_dit_arguments(source.config)
     with without_memory():
-        model = VideoDiT(attention=attention_of(sparse), **arguments)
+        model = network_of(source.config, attention_of(sparse))
     refuse_other_tensors({n: tuple(p.shape) for n, p in model.named_parameters()}, source.shapes, source.name)
     if sparse is not None:
         refuse_other_attention(model, sparse, source.name)
@@ -214,7 +214,7 @@ def convert(source: WeightSource, out: Path, options: Conversion, *, like: str |
     dtype = None if options.dtype is None else getattr(torch, options.dtype)
     if options.to == "run":
         tensors = {n: finite(v.to(dtype or v.dtype), n, f"--dtype {options.dtype}") for n, v in source.items()}
-        write_run(out, tensors, arguments, sparse, steps, sampling)
+        write_run(out, tensors, network_settings(source.config), sparse, steps, sampling)
     else:
 
         def finish(folder: Path) -> None:
@@ -264,13 +264,12 @@ def with_dtypes(model: Network, source: WeightSource) -> Network:
 def write_run(
     out: Path,
     tensors: Mapping[str, Tensor],
-    arguments: Mapping[str, Any],
+    model: Mapping[str, Any],
     sparse: SparseAttentionConfig | None,
     steps: tuple[float, ...] | None,
     sampling: Mapping[str, Any] | None,
 ) -> None:
     """Write a run folder with weights only, at step 0, for `init_from=`, and for sampling if possible."""
-    model = {**arguments, "patch_size": list(arguments["patch_size"])}
     attention: dict[str, Any] = {"_target_": "vsa.attention.full.FullAttention", "_partial_": True}
     state: dict[str, Any] = {key: value for key, value in (sampling or {}).items() if key != "step_list"}
     state |= {"step": 0} if steps is None else {"step": 0, "step_list": list(steps)}
@@ -284,7 +283,7 @@ def write_run(
             config["callbacks"] = {"samples": {**config["callbacks"]["samples"], **sampling_of_export(sparse)}}
     else:
         config["sparsity"] = {"_target_": "vsa.attention.sparsity.ConstantSparsity", "sparsity": 0.0}
-    config |= {"model": {"_target_": "vsa.models.video_dit.VideoDiT", **model}, "attention": attention}
+    config |= {"model": model, "attention": attention}
     state["config"] = config
     refuse_existing(out)
     write_weights_run(out, tensors, state)

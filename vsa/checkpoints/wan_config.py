@@ -73,11 +73,13 @@ def named_sizes(arguments: Mapping[str, Any]) -> str | None:
 
 
 def transformer_config(model: Network) -> dict[str, Any]:
-    """`config.json` of the `WanTransformer3DModel` that is equivalent to a model with dense attention.
+    """`config.json` of the transformer that is equivalent to a model with dense attention.
 
     Raises:
         ValueError: that class has no equivalent of the model or of one of its settings.
     """
+    if (config := model.diffusers_config()) is not None:
+        return config
     # other networks do without it
     from vsa.models.video_dit import VideoDiT
 

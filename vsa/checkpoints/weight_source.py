@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
+from vsa.attention.full import FullAttention
 from vsa.attention.kept_tiles import KeptTiles
 from vsa.attention.sparsity import ConstantSparsity, SparsitySchedule
 from vsa.attention.video_sparse import Backend
@@ -23,6 +24,7 @@ from vsa.checkpoints.experts import EXPERTS, NoiseRange, expert_range, refuse_ex
 from vsa.checkpoints.exported_sparsity import ExportedSparsity
 from vsa.checkpoints.held_files import EPS, HEAD_DIM, config_of_shapes, holds_file, unprefixed
 from vsa.checkpoints.lora import LoRA, merged_tensor, plain_names
+from vsa.checkpoints.network_settings import network_of
 from vsa.checkpoints.run_checkpoint import Checkpoint, resolve_checkpoint
 from vsa.checkpoints.sampling_settings import read_sampling_part, sampling_of
 from vsa.checkpoints.sparse_config import (
@@ -39,7 +41,7 @@ from vsa.checkpoints.wan import (
     refuse_other_attention,
     sparse_settings,
 )
-from vsa.checkpoints.wan_config import named_sizes, transformer_config, video_dit_arguments
+from vsa.checkpoints.wan_config import CLASS_NAME, named_sizes, transformer_config, video_dit_arguments
 from vsa.checkpoints.wan_names import config_of_wan, is_gate, is_unused, wan_to_diffusers
 from vsa.checkpoints.weight_files import WeightFiles, hub_parts, local_folder, pretrained_folder, read_json, some
 from vsa.checkpoints.weights import WeightSource
@@ -223,12 +225,9 @@ class PretrainedWeights(WeightSource):
     def network(self, **options: Any) -> Network:
         backend = options.pop("backend", None)
         attention: Callable[..., Any] = options.pop("attention", None) or attention_of(self._described, backend)
-        # other networks do without it
-        from vsa.models.video_dit import VideoDiT
-
         config = self.config
         try:
-            return VideoDiT(attention=attention, **video_dit_arguments(config))
+            return network_of(config, attention)
         except ValueError as error:
             raise ValueError(f"{self.described_by}: {error}") from None
 
@@ -243,10 +242,11 @@ class PretrainedWeights(WeightSource):
 
     def refuse_other_architecture(self, model: Network) -> None:
         try:
-            theirs, ours = (video_dit_arguments(config) for config in (self.config, transformer_config(model)))
+            theirs, ours = self._settings(self.config), self._settings(transformer_config(model))
         except ValueError as error:
             raise ValueError(f"{self.described_by}: {error}") from None
-        other = [f"{key}={value}, the model has {ours[key]}" for key, value in theirs.items() if value != ours[key]]
+        pairs = {key: (value, ours.get(key)) for key, value in theirs.items()}
+        other = [f"{key}={value}, the model has {mine}" for key, (value, mine) in pairs.items() if value != mine]
         if other:
             fitting = named_sizes(theirs)
             fits = f"model={fitting} has" if fitting else "model=from_checkpoint takes"
@@ -256,6 +256,14 @@ class PretrainedWeights(WeightSource):
             raise ValueError(
                 f"{self.name}: the weights do not hold the gates that {SPARSE_CONFIG} names, they differ in {some(odd)}"
             )
+
+    def _settings(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
+        """A config with the defaults of its class."""
+        if config.get("_class_name") == CLASS_NAME:
+            return {"_class_name": CLASS_NAME, **video_dit_arguments(config)}
+        with without_memory():
+            # lists and tuples are equal
+            return json.loads(json.dumps(transformer_config(network_of(config, FullAttention))))
 
     def check(self, model: Network, gates: Gates) -> None:
         super().check(model, gates)
@@ -394,6 +402,9 @@ def open_network(
 def refuse_other_sizes(model: Network, checkpoint: Checkpoint) -> None:
     """Raise ValueError if a run's config contradicts the model in settings that shapes do not determine clearly."""
     theirs_by_key = checkpoint.state.get("config", {}).get("model", {})
+    # a network of diffusers has its sizes one level below
+    nested = {f"config.{key}": value for key, value in theirs_by_key.get("config", {}).items()}
+    theirs_by_key = {**theirs_by_key, **nested}
     mine = {key: (theirs_by_key.get(key, value), value) for key, value in model.fixed_settings().items()}
     other = [f"model.{key}={theirs}, the model has {ours}" for key, (theirs, ours) in mine.items() if theirs != ours]
     if other:

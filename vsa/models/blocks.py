@@ -209,10 +209,7 @@ class TransformerBlock(nn.Module):
             cond: modulation, RoPE tables, text and image.
             ctx: context of this layer (scalar top-k).
         """
-        # recorders and stored selections are Python callables and mappings, which would break the compiled graph
-        selects = self.method.selects or self.method.predicts
-        traceable = ctx.recorder is None and not (ctx.keeps_selection and selects and not ctx.dense)
-        run = self.run if traceable else TransformerBlock.body
+        run = self.run if self.method.traceable(ctx) else TransformerBlock.body
         if self.activation_checkpointing == "full" and torch.is_grad_enabled():
             return checkpointed(run, self, x, cond, ctx)
         return run(self, x, cond, ctx)

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from vsa.models.blocks import TransformerBlock
 
@@ -22,10 +21,13 @@ INDUCTOR_OPTIONS: dict[str, Any] = {
 """Options with which the code that torch generates is right."""
 
 
-def compiled_body(*, backend: str = "inductor", dynamic: bool | None = None) -> Callable[..., Tensor]:
-    """The compiled body of a block, for `TransformerBlock.run`.
+def compiled_body(
+    body: Callable[..., Any] = TransformerBlock.body, *, backend: str = "inductor", dynamic: bool | None = None
+) -> Callable[..., Any]:
+    """The compiled body of a block, for its attribute `run`.
 
     Args:
+        body: the function to compile, which all blocks of a network share.
         backend: backend of `torch.compile`.
         dynamic: whether sizes are symbols; None: once they change.
     """
@@ -35,4 +37,4 @@ def compiled_body(*, backend: str = "inductor", dynamic: bool | None = None) -> 
     # torch counts graphs per function, which all networks of a process share (three roles, batch sizes, top-k)
     dynamo.recompile_limit = max(dynamo.recompile_limit, RECOMPILE_LIMIT)
     options = INDUCTOR_OPTIONS if backend == "inductor" else None
-    return torch.compile(TransformerBlock.body, fullgraph=True, backend=backend, options=options, dynamic=dynamic)
+    return torch.compile(body, fullgraph=True, backend=backend, options=options, dynamic=dynamic)

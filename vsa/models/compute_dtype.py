@@ -7,7 +7,8 @@ the dtype of the parameters.
 
 from __future__ import annotations
 
-from typing import cast
+from functools import cache
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -67,6 +68,22 @@ class RoundedRMSNorm(nn.RMSNorm):
 
 
 _ROUNDED: dict[type[nn.Module], type[nn.Module]] = {nn.Linear: RoundedLinear, nn.RMSNorm: RoundedRMSNorm}
+
+
+def allow_rounding(module: nn.Module) -> None:
+    """Let a module of another project take part in `compute_in`: its forward pass reads its own parameters rounded."""
+    names = tuple(name for name, parameter in module._parameters.items() if parameter is not None)
+    if names and type(module) not in _ROUNDED and not hasattr(type(module), "compute_dtype"):
+        module.__class__ = _reads_rounded(type(module), names)
+
+
+@cache
+def _reads_rounded(cls: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
+    def read(name: str) -> property:
+        return property(lambda self: rounded(self._parameters[name], self.compute_dtype))
+
+    members: dict[str, Any] = {name: read(name) for name in names}
+    return type(cls.__name__, (cls,), {"__module__": cls.__module__, "compute_dtype": None, **members})
 
 
 def compute_in(model: nn.Module, dtype: torch.dtype | None) -> None:

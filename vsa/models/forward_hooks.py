@@ -12,14 +12,14 @@ from torch import Tensor, nn
 
 @contextmanager
 def capture_outputs(modules: Mapping[int, nn.Module]) -> Iterator[dict[int, Tensor]]:
-    """Collect the outputs of modules, by their keys, during the forward pass in the block.
+    """Collect the outputs of modules, by their keys, during the forward pass in the block; of several, the first.
 
     A later recomputation by activation checkpointing is not collected again.
     """
     outputs: dict[int, Tensor] = {}
 
-    def keep(key: int, module: Any, inputs: Any, output: Tensor) -> None:
-        outputs[key] = output
+    def keep(key: int, module: Any, inputs: Any, output: Any) -> None:
+        outputs[key] = output[0] if isinstance(output, tuple) else output
 
     handles = [module.register_forward_hook(partial(keep, key)) for key, module in modules.items()]
     try:

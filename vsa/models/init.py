@@ -55,11 +55,11 @@ def init_parameters(model: nn.Module, *, init: Init, dim: int, num_layers: int) 
 @contextmanager
 def without_memory() -> Iterator[None]:
     """Build networks in the block on the meta device: names and shapes without values or initialisation."""
-    with torch.device("meta"), _NothingDrawn():
+    with torch.device("meta"), NothingDrawn():
         yield
 
 
-class _NothingDrawn(TorchFunctionMode):
+class NothingDrawn(TorchFunctionMode):
     """Skips `torch.nn.init`, which takes as long as the rest of the construction even on the meta device."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -34,10 +34,11 @@ Role = Literal["matrix", "vector", "embedding", "gate", "head"]
 class Network(nn.Module):
     """Predicts the flow-matching velocity of video latents from noisy latents, timestep and text.
 
-    A network is known by this class alone; `VideoDiT` is one. Each layer has its own self-attention method, and what
-    holds of attention is asked of a layer: `attention_layers[i].selects`. A property of the network says which layers
-    it is about. A subclass sets the attributes, and has the methods that raise NotImplementedError here. Names of
-    parameters and modules are matched by their beginning or, inside a block, by a part.
+    A network is known by this class alone; `VideoDiT` is one, a transformer class of diffusers is another. Each layer
+    has its own self-attention method, and what holds of attention is asked of a layer: `attention_layers[i].selects`.
+    A property of the network says which layers it is about. A subclass sets the attributes, and has the methods that
+    raise NotImplementedError here. Names of parameters and modules are matched by their beginning or, inside a block,
+    by a part.
 
     Attributes:
         dim: model width, `num_heads * head_dim`.
@@ -54,12 +55,16 @@ class Network(nn.Module):
         compute_dtype: dtype that parameters are rounded to in the forward pass (`compute_in`); None: their own.
         head: name of the weight of the last layer.
         modulation: endings of the names of modulation tables.
-        time_embedder: name of the module whose output of width C conditions every block on the timestep.
-        attention_output: name, in a block, of the module whose output `[B, L, C]` is that of self-attention.
+        time_embedder: name of the module whose output of width C conditions every block on the timestep; None: there is
+            none of this width.
+        attention_output: name, in a block, of the module whose output `[B, L, C]` is that of self-attention; None: some
+            blocks have none.
         after_blocks: names of what acts after the last block.
         after_attention: names, in a block, of what acts after self-attention, `attention_output` included.
         after_cross_attention: names, in a block, of the linear layers that level `attention` does not compute again.
         adapted_layers: endings of the names of the linear layers that LoRA adapts by default.
+        takes_text_mask: whether `text_mask` may hide the padding of a text.
+        takes_token_times: whether tokens of a sample may have different timesteps.
         tally: counts the pairs of every pass, for attention that is `measured`; None: nothing is counted.
     """
 
@@ -76,12 +81,14 @@ class Network(nn.Module):
     compute_dtype: torch.dtype | None = None
     head: str
     modulation: tuple[str, ...] = ()
-    time_embedder: str
-    attention_output: str
+    time_embedder: str | None
+    attention_output: str | None
     after_blocks: tuple[str, ...]
     after_attention: tuple[str, ...]
     after_cross_attention: tuple[str, ...]
     adapted_layers: tuple[str, ...]
+    takes_text_mask: bool = True
+    takes_token_times: bool = True
     tally: PairTally | None = None
 
     def velocity(
@@ -132,6 +139,34 @@ class Network(nn.Module):
     def fixed_settings(self) -> Mapping[str, Any]:
         """Settings, by their names in a config, that shapes of parameters do not determine clearly."""
         raise NotImplementedError
+
+    def diffusers_config(self) -> dict[str, Any] | None:
+        """`config.json` of the transformer, where the network is one of diffusers; None for other networks."""
+        return None
+
+    def refuse_data(self, text_padding: str, first_frame: float) -> None:
+        """Raise ValueError where the network cannot be trained on data, or needs an input that these do not give.
+
+        Args:
+            text_padding: `mask` or `zeros`, what follows a text.
+            first_frame: share of the samples whose first frame is given.
+        """
+        if first_frame > 0 and not self.takes_token_times:
+            raise ValueError(
+                f"task.objective.first_frame={first_frame}: {self.title} has one timestep per sample, so no clean frame"
+            )
+        if text_padding == "mask" and not self.takes_text_mask:
+            raise ValueError(f"{self.title} takes no text mask, it needs data.text_padding=zeros, got mask")
+
+    @property
+    def title(self) -> str:
+        """The name of its class, for messages."""
+        return type(self).__name__
+
+    @property
+    def block_prefixes(self) -> Sequence[str]:
+        """Beginnings of the names of the parameters of each block, such as `blocks.0.`."""
+        return [f"blocks.{layer}." for layer in range(len(self.blocks))]
 
     # what follows from the above
 
@@ -197,9 +232,13 @@ class Network(nn.Module):
             raise ValueError(f"text must be [B, S, E] = [{batch}, S, {self.text_dim}], got {list(text.shape)}")
         if mask is not None and (mask.dtype != torch.bool or mask.shape != text.shape[:2]):
             raise ValueError(f"text_mask must be bool {list(text.shape[:2])}, got {mask.dtype} {list(mask.shape)}")
+        if mask is not None and not self.takes_text_mask:
+            raise ValueError(f"{self.title} takes no text_mask, got {list(mask.shape)}: pad texts with zeros")
         if timestep.shape not in ((batch,), (batch, 2), (batch, num_tokens)):
             sizes = f"[{batch}], [{batch}, 2] or [{batch}, {num_tokens}]"
             raise ValueError(f"timestep must be {sizes}, got {list(timestep.shape)}")
+        if timestep.dim() == 2 and not self.takes_token_times:
+            raise ValueError(f"{self.title} has one timestep per sample, got {list(timestep.shape)}")
         if (image is None) != (self.image_dim is None):
             shape = None if image is None else list(image.shape)
             raise ValueError(f"image_embeds must be set exactly if image_dim is: {self.image_dim}, got {shape}")
@@ -211,9 +250,9 @@ class Network(nn.Module):
         weights; head: the weight of the last layer; vector: other biases, norms and modulation tables; embedding:
         weights of the patch, time, text and image embeddings; matrix: the weights inside the blocks.
         """
-        extras = tuple(
-            f"blocks.{i}.{name}." for i, method in enumerate(self.attention_layers) for name in method.extra_modules()
-        )
+        prefixes = tuple(self.block_prefixes)
+        layers = zip(prefixes, self.attention_layers, strict=True)
+        extras = tuple(f"{prefix}{name}." for prefix, method in layers for name in method.extra_modules())
 
         def role(name: str, parameter: nn.Parameter) -> Role:
             if extras and name.startswith(extras):
@@ -222,13 +261,13 @@ class Network(nn.Module):
                 return "head"
             if parameter.dim() == 1 or name.endswith(self.modulation):
                 return "vector"
-            return "matrix" if name.startswith("blocks.") else "embedding"
+            return "matrix" if name.startswith(prefixes) else "embedding"
 
         return {name: role(name, parameter) for name, parameter in self.named_parameters()}
 
     def follows_attention(self, name: str) -> bool:
         """Whether a parameter acts only after the last self-attention, which its gradient then does not pass."""
-        last = f"blocks.{len(self.blocks) - 1}."
+        last = self.block_prefixes[-1]
         return name.startswith((*self.after_blocks, *(last + part for part in self.after_attention)))
 
     @property
@@ -312,17 +351,25 @@ class Network(nn.Module):
         Args:
             attention: factory of the methods from `dim`, `num_heads`, `head_dim`, `layer_idx`.
         """
-        model, blocks = _shallow_copy(self), []
+        model, blocks = self.shallow_copy(), []
         for layer_idx, block in enumerate(self.blocks):
             # a comparison must not change the random state of its caller
             with torch.random.fork_rng(devices=[]):
                 made = attention(dim=self.dim, num_heads=self.num_heads, head_dim=self.head_dim, layer_idx=layer_idx)
             made.check_model(len(self.blocks))
             made = made.to(next(self.parameters())).train(self.training)
-            blocks.append(_shallow_copy(block).replace_method(made))
-        model.blocks = nn.ModuleList(blocks).train(self.training)
+            blocks.append(shallow_copy(block).replace_method(made))
+        model.replace_blocks(blocks)
         compute_in(model, self.compute_dtype)
         return model
+
+    def shallow_copy(self) -> Network:
+        """A new network that shares the parameters and submodules of this one."""
+        return shallow_copy(self)
+
+    def replace_blocks(self, blocks: Sequence[nn.Module]) -> None:
+        """Run other blocks, one per layer, from now on."""
+        self.blocks = nn.ModuleList(blocks).train(self.training)
 
     def flops(
         self,
@@ -351,7 +398,7 @@ class Network(nn.Module):
         each, layers, pairs = attention_factor * 4 * self.dim, len(self.blocks), self.pairs(layout, topk)
         roles = self.parameter_roles()
         num_parameters = sum(p.numel() for name, p in self.named_parameters() if roles[name] != "gate")
-        cross_attention = each * layout.num_tokens * (text_len + image_len) * layers
+        cross_attention = each * self.text_pairs(layout.num_tokens, text_len, image_len) * layers
         return FlopCount(
             executed=linear_factor * self.linear_flops(**sizes) + cross_attention + each * sum(pairs),
             self_attention=each * sum(pairs),
@@ -359,6 +406,10 @@ class Network(nn.Module):
             dense_equivalent=linear_factor * 2 * num_parameters * layout.num_tokens
             + each * (float(layout.num_tokens) ** 2 * layers),
         )
+
+    def text_pairs(self, num_tokens: int, text_len: int, image_len: int) -> int:
+        """Query-key pairs of one head of a layer with a text or image token."""
+        return num_tokens * (text_len + image_len)
 
     def linear_flops(
         self, *, num_tokens: int, text_len: int, image_len: int = 0, recomputed: Level | None = None
@@ -375,7 +426,7 @@ class Network(nn.Module):
         layers = [(name, m) for name, m in self.named_modules() if isinstance(m, nn.Linear | nn.Conv3d)]
         if recomputed is not None:
             kept = {"none": ("",), "attention": self.after_cross_attention}.get(recomputed, ())
-            inside = [(name, m) for name, m in layers if name.startswith("blocks.")]
+            inside = [(name, m) for name, m in layers if name.startswith(tuple(self.block_prefixes))]
             layers = [(name, m) for name, m in inside if not any(part in name for part in kept)]
         return float(sum(2 * self.rows(name, **sizes) * layer.weight.numel() for name, layer in layers))
 
@@ -411,7 +462,7 @@ def _networks(layout: TileLayout) -> WeakSet[Network]:
     return WeakSet()
 
 
-def _shallow_copy(module: Module) -> Module:
+def shallow_copy(module: Module) -> Module:
     """A new module that shares the parameters and submodules of another one."""
     copied = copy.copy(module)
     copied._modules = dict(module._modules)

@@ -275,8 +275,11 @@ class DistributionMatching:
         """Velocity of the critic for data generated at step `index` of the list."""
         assert self.step_aware == (networks.fake_steps is not None)
         critic, steps = networks.fake_score, networks.fake_steps
-        time_embedder = critic.get_submodule(critic.time_embedder)
-        with nullcontext() if steps is None else add_to_output(time_embedder, steps(index)):
+        told = nullcontext()
+        if steps is not None:
+            assert critic.time_embedder is not None
+            told = add_to_output(critic.get_submodule(critic.time_embedder), steps(index))
+        with told:
             return critic(x_t, timestep, **batch.conditions, topk=topk)
 
     def _logits(

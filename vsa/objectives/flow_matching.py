@@ -229,5 +229,6 @@ def relative_error(actual: Tensor, expected: Tensor) -> Tensor:
 
 def attention_outputs(model: Network, enabled: bool) -> AbstractContextManager[dict[int, Tensor]]:
     """Collect the projected self-attention outputs `[B, L, C]` of every layer from the forward inside the context."""
-    blocks = model.blocks if enabled else ()
-    return capture_outputs({i: block.get_submodule(model.attention_output) for i, block in enumerate(blocks)})
+    name = model.attention_output
+    blocks = model.blocks if enabled and name is not None else ()
+    return capture_outputs({i: block.get_submodule(name) for i, block in enumerate(blocks)})

@@ -6,13 +6,15 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
+from vsa.checkpoints.network_settings import DIFFUSERS, diffusers_settings, network_settings
 from vsa.checkpoints.run_checkpoint import resolve_checkpoint
-from vsa.checkpoints.wan_config import video_dit_arguments
 from vsa.checkpoints.weight_source import open_weights
 
 
 def fill_model(cfg: DictConfig) -> None:
     """Replace `model.sizes_from` by the sizes of those weights, or of the checkpoint to resume; own values stay.
+
+    `model=from_checkpoint` takes the network of the weights too, `model=diffusers` their class of diffusers.
 
     Raises:
         ValueError: there are no weights to take sizes from.
@@ -22,9 +24,24 @@ def fill_model(cfg: DictConfig) -> None:
         return
     if cfg.ckpt_path is not None:
         sizes = resolve_checkpoint(cfg.ckpt_path, Path(str(cfg.run_dir)), verify=False).config["model"]
+    elif node.sizes_from is None and node._target_ == DIFFUSERS:
+        sizes = {}
     elif node.sizes_from is None:
         raise ValueError("model=from_checkpoint takes the sizes of a model from init_from, got init_from=null")
     else:
         weights = open_weights(node.sizes_from)
-        sizes = weights.run_config.get("model") or {"init": "wan", **video_dit_arguments(weights.config)}
-    cfg.model = {**sizes, **{key: value for key, value in node.items() if key != "sizes_from"}}
+        if node._target_ == DIFFUSERS:
+            sizes = diffusers_settings(weights.config)
+        elif (sizes := weights.run_config.get("model")) is None:
+            sizes = network_settings(weights.config)
+            sizes = sizes if sizes["_target_"] == DIFFUSERS else {"init": "wan", **sizes}
+    # the network that the weights belong to, which the file of settings cannot know
+    target = sizes.get("_target_", node._target_)
+    own = {key: value for key, value in node.items() if key != "sizes_from"}
+    if target == DIFFUSERS:
+        # null stands for what the weights have
+        own = {key: value for key, value in own.items() if value is not None}
+        if "class_name" not in {**sizes, **own}:
+            raise ValueError("model.class_name=null: model=diffusers takes a class from init_from, or by its name")
+        sizes = {"config": {}, **sizes}
+    cfg.model = {**sizes, **own, "_target_": target}

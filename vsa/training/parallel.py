@@ -148,9 +148,10 @@ def build_model(
     parallelize(model, mesh, plan, device_type)
     with _named_when_too_large(model):
         model.to_empty(device=torch.get_default_device() if mesh is None else device_type)
+    parameters = dict(model.named_parameters())
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         for name, value in values.items():
-            parameter = model.get_parameter(name)
+            parameter = parameters[name]
             local(parameter).copy_(local(place(value(), parameter)))
     return model
 

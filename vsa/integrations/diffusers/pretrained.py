@@ -10,9 +10,10 @@ from typing import Any
 import torch
 
 from vsa.attention.video_sparse import Backend
+from vsa.checkpoints.network_settings import network_settings
 from vsa.checkpoints.sparse_config import SPARSE_CONFIG, read_sparse_config
 from vsa.checkpoints.wan import attention_of
-from vsa.checkpoints.wan_config import video_dit_arguments
+from vsa.checkpoints.wan_config import CLASS_NAME
 from vsa.checkpoints.wan_names import is_gate
 from vsa.checkpoints.weight_files import (
     WeightFiles,
@@ -22,7 +23,7 @@ from vsa.checkpoints.weight_files import (
     refuse_key_difference,
     refuse_other_tensors,
 )
-from vsa.integrations.diffusers.families import family_of
+from vsa.integrations.diffusers.families import FAMILIES, family_of
 from vsa.integrations.diffusers.install import Applied, constant_topk, install, remove
 
 
@@ -37,7 +38,7 @@ def load_sparse(
     denoising: Mapping[str, Any] | None = None,
     backend: Backend | None = None,
 ) -> Any:
-    """Load a Wan transformer with the gates and settings of an exported sparse checkpoint, for use in a pipeline.
+    """Load a transformer with the gates and settings of an exported sparse checkpoint, for use in a pipeline.
 
     diffusers loads the base weights and ignores the gates, which are loaded here afterwards.
 
@@ -62,15 +63,17 @@ def load_sparse(
     weights = WeightFiles(folder)
     refuse_key_difference(config.gate_keys, [key for key in weights.keys if is_gate(key)], str(folder))
     if transformer is None:
-        from diffusers import WanTransformer3DModel
+        import diffusers
         from diffusers.utils import logging
 
         # raises for Wan's original layout, which diffusers would read as another size
-        video_dit_arguments(read_json(folder / "config.json"))
+        name = network_settings(read_json(folder / "config.json")).get("class_name", CLASS_NAME)
+        if name not in FAMILIES:
+            raise ValueError(f"{folder / 'config.json'}: _class_name must be one of {', '.join(FAMILIES)}, got {name}")
         verbosity = logging.get_verbosity()
         logging.set_verbosity_error()
         try:
-            transformer = WanTransformer3DModel.from_pretrained(folder, dtype=dtype)
+            transformer = getattr(diffusers, name).from_pretrained(folder, dtype=dtype)
         finally:
             logging.set_verbosity(verbosity)
         for name, parameter in transformer.named_parameters():

@@ -150,6 +150,7 @@ class DiffusionModule(L.LightningModule):
         """Refuse data and settings that do not fit the model, before the model is allocated; see `refuse_misfit`."""
         if self.parallel.compile and type(model).compile_blocks is Network.compile_blocks:
             raise ValueError(f"task.parallel.compile=true: {type(model).__name__} cannot compile its blocks")
+        model.refuse_data(data.text_padding, getattr(self.objective, "first_frame", 0.0))
         refuse_misfit(model, self.sparsity, data, size)
 
     def configure_model(self) -> None:

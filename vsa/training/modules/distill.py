@@ -155,6 +155,8 @@ class DistillModule(DiffusionModule):
 
     def check_start(self, model: Network, data: PlanDataModule, size: JobSize) -> None:
         super().check_start(model, data, size)
+        if self.objective.step_aware and model.time_embedder is None:
+            raise ValueError(f"task.objective.step_aware=true: {model.title} has no time embedding of its own width")
         turns = self.cycle.generator_updates(size.max_steps)
         total = getattr(self._optim.schedule, "total_steps", turns)
         if total < turns:

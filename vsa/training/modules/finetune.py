@@ -20,6 +20,7 @@ from vsa.models.network import Network
 from vsa.objectives.flow_matching import FinetuneLoss, LossTerms, NoisedBatch
 from vsa.settings import validated
 from vsa.training.estimate.job import FORWARD, PlannedNetwork
+from vsa.training.modules.checks import JobSize
 from vsa.training.modules.pretrain import PretrainModule
 from vsa.training.modules.teacher import Teacher
 from vsa.training.parallel import ParallelPlan
@@ -91,6 +92,14 @@ class FinetuneModule(PretrainModule):
 
     def gates_of(self, model: Network) -> Gates:
         return self.gates
+
+    def check_start(self, model: Network, data: PlanDataModule, size: JobSize) -> None:
+        if self.objective.attention > 0 and model.attention_output is None:
+            raise ValueError(
+                f"task.objective.attention={self.objective.attention}: {model.title} has layers without an output of "
+                "self-attention alone, use task.objective.velocity"
+            )
+        super().check_start(model, data, size)
 
     def check_weights(self, data: PlanDataModule) -> None:
         if self.init_from is None and self.resume is None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from vsa.integrations.diffusers.families.family import Arguments, Family
+from vsa.integrations.diffusers.families.parts import Constants, Inputs, Parts, Sizes
 from vsa.integrations.diffusers.processors import Processor, project, refuse_mask, rotate_heads
 from vsa.integrations.diffusers.tile_attention import Grid
 
@@ -38,6 +41,117 @@ def _grid(config: Any, arguments: Arguments) -> Grid:
     return t // (config.patch_size_t or 1), h // config.patch_size, w // config.patch_size
 
 
+def _sizes(config: Any) -> Sizes:
+    for name in ("use_learned_positional_embeddings", "ofs_embed_dim"):
+        if value := config[name]:
+            raise ValueError(f"config.{name}={value}: image-to-video models of CogVideoX cannot be trained")
+    dim = config.num_attention_heads * config.attention_head_dim
+    channels = (config.in_channels, config.out_channels or config.in_channels)
+    patch = (config.patch_size_t or 1, config.patch_size, config.patch_size)
+    return Sizes(*channels, text_dim=config.text_embed_dim, ffn_dim=4 * dim, patch_size=patch)
+
+
+def _inputs(transformer: Any, given: Inputs, constants: Constants) -> dict[str, Any]:
+    config, text = transformer.config, given.text.shape[1]
+    if not config.use_rotary_positional_embeddings and text != config.max_text_seq_length:
+        raise ValueError(f"{FAMILY.name} takes texts of {config.max_text_seq_length} tokens, got {text}")
+    angle = _angle(given.timestep)
+    schedule = _schedule(_snr_shift(config, constants), given.x.device)
+    scale = (angle.cos() + angle.sin()).to(given.x.dtype)
+    return {
+        # x0 and noise with factors whose squares, not which themselves, add up to 1
+        "hidden_states": (given.x * scale[:, None, None, None, None]).transpose(1, 2),
+        "encoder_hidden_states": given.text,
+        "timestep": _interpolated(angle, schedule),
+        "image_rotary_emb": _rotary(transformer, given.grid, constants),
+    }
+
+
+def _velocity(output: Tensor, transformer: Any, given: Inputs, constants: Constants) -> Tensor:
+    cos, sin = (
+        part[:, None, None, None, None] for part in (_angle(given.timestep).cos(), _angle(given.timestep).sin())
+    )
+    scaled = given.x.float() * (cos + sin)
+    # x = cos x0 + sin noise and v = cos noise - sin x0, so noise - x0 is this
+    return ((sin - cos) * scaled + (cos + sin) * output.transpose(1, 2).float()).type_as(output)
+
+
+def _angle(timestep: Tensor) -> Tensor:
+    """Angle fp32 `[B]` whose cosine and sine have the ratio of x0 to noise at a flow-matching timestep."""
+    sigma = timestep.float() / 1000
+    return torch.atan2(sigma, 1 - sigma)
+
+
+def _snr_shift(config: Any, constants: Constants) -> float:
+    if (value := constants["snr_shift_scale"]) != "auto":
+        return value
+    return 1.0 if config.use_rotary_positional_embeddings else 3.0
+
+
+@lru_cache(maxsize=4)
+@torch.inference_mode(False)
+def _schedule(snr_shift: float, device: torch.device) -> Tensor:
+    """Angles fp32 `[1000]` of the timesteps of the class: 0 is the cleanest, 999 is noise (zero terminal SNR)."""
+    betas = torch.linspace(math.sqrt(0.00085), math.sqrt(0.012), 1000, dtype=torch.float64).square()
+    alphas = (1 - betas).cumprod(0)
+    roots = (alphas / (snr_shift + (1 - snr_shift) * alphas)).sqrt()
+    roots = (roots - roots[-1]) * roots[0] / (roots[0] - roots[-1])
+    return roots.acos().float().to(device)
+
+
+def _interpolated(angle: Tensor, schedule: Tensor) -> Tensor:
+    """Timesteps `[B]` of the class, between its whole ones, at angles `[B]`."""
+    high = torch.searchsorted(schedule, angle.contiguous()).clamp(1, len(schedule) - 1)
+    low, up = schedule[high - 1], schedule[high]
+    return (high - 1 + ((angle - low) / (up - low))).clamp(0, len(schedule) - 1)
+
+
+def _rotary(transformer: Any, grid: Grid, constants: Constants) -> Any:
+    config = transformer.config
+    if not config.use_rotary_positional_embeddings:
+        return None
+    base = (config.sample_height // config.patch_size, config.sample_width // config.patch_size)
+    return _tables(config.attention_head_dim, grid, base, config.patch_size_t is not None, transformer.device)
+
+
+@lru_cache(maxsize=16)
+@torch.inference_mode(False)
+def _tables(head_dim: int, grid: Grid, base: tuple[int, int], of_1_5: bool, device: torch.device) -> Any:
+    """Rotary tables as `CogVideoXPipeline` makes them, for both versions of the model."""
+    from diffusers.models.embeddings import get_3d_rotary_pos_embed
+    from diffusers.pipelines.cogvideo.pipeline_cogvideox import get_resize_crop_region_for_grid
+
+    frames, height, width = grid
+    if of_1_5:
+        region: dict[str, Any] = {"crops_coords": None, "grid_type": "slice", "max_size": base}
+    else:
+        region = {"crops_coords": get_resize_crop_region_for_grid((height, width), base[1], base[0])}
+    return get_3d_rotary_pos_embed(head_dim, grid_size=(height, width), temporal_size=frames, device=device, **region)
+
+
+PARTS = Parts(
+    sizes=_sizes,
+    inputs=_inputs,
+    velocity=_velocity,
+    rotary=_rotary,
+    head="proj_out.weight",
+    # of another width than the model
+    time_embedder=None,
+    attention_output=None,
+    after_blocks=("norm_final.", "norm_out.", "proj_out."),
+    after_attention=("attn1.to_out.", "norm2.", "ff."),
+    adapted_layers=("to_q", "to_k", "to_v", "to_out.0", "ff.net.0.proj", "ff.net.2"),
+    time_layers=("time_embedding.", ".norm1.linear", ".norm2.linear", "norm_out.linear"),
+    text_layers=("patch_embed.text_proj.",),
+    joint_layers=("transformer_blocks.",),
+    tables=("image_rotary_emb",),
+    modulation=(),
+    # 3 in CogVideoX-2B, which has no rotary tables, else 1 (scheduler_config.json of the models)
+    constants={"snr_shift_scale": "auto"},
+    # the padding of a text is attended to
+    takes_text_mask=False,
+)
+
 FAMILY = Family(
     name="CogVideoXTransformer3DModel",
     stacks=("transformer_blocks",),
@@ -47,4 +161,5 @@ FAMILY = Family(
     grid=_grid,
     text="first",
     guided_batch=True,
+    parts=PARTS,
 )

@@ -7,6 +7,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
+from vsa.integrations.diffusers.families.parts import Parts
 from vsa.integrations.diffusers.processors import Processor
 from vsa.integrations.diffusers.tile_attention import Grid, Texts, TextSide
 
@@ -39,6 +40,7 @@ class Family(NamedTuple):
         gate_settings: settings of video_sparse that fit the published gates of the class; None: the defaults.
         replaced: arguments of forward that become None, because the method takes the place of what they set.
         guided_batch: whether classifier-free guidance runs both passes in one batch, the unconditional half first.
+        parts: what training has to know of it; None: it is only sampled.
     """
 
     name: str
@@ -56,6 +58,7 @@ class Family(NamedTuple):
     gate_settings: Mapping[str, Any] | None = None
     replaced: tuple[str, ...] = ()
     guided_batch: bool = False
+    parts: Parts | None = None
 
     def blocks(self, transformer: Any) -> list[Any]:
         """The blocks of a transformer in the order in which they run."""

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from vsa.integrations.diffusers.families.family import Arguments, Family
+from vsa.integrations.diffusers.families.parts import Constants, Inputs, Parts, Sizes, latents_of
 from vsa.integrations.diffusers.processors import Processor, project, rotate_heads
 from vsa.integrations.diffusers.tile_attention import Grid, Texts
 
@@ -55,6 +56,65 @@ def _texts(arguments: Arguments, grid: Grid) -> Texts:
     return tuple((length,) for length in lengths.tolist())
 
 
+def _patch(config: Any) -> Grid:
+    return config.patch_size_t, config.patch_size, config.patch_size
+
+
+def _sizes(config: Any) -> Sizes:
+    if config.image_condition_type == "token_replace":
+        raise ValueError(
+            "config.image_condition_type=token_replace: its blocks take the first tokens for the first frame, which "
+            "tiles are not; null and latent_concat can be trained"
+        )
+    width = int(config.num_attention_heads * config.attention_head_dim * config.mlp_ratio)
+    channels = (config.in_channels, config.out_channels or config.in_channels)
+    return Sizes(*channels, text_dim=config.text_embed_dim, ffn_dim=width, patch_size=_patch(config))
+
+
+def _inputs(transformer: Any, given: Inputs, constants: Constants) -> dict[str, Any]:
+    batch, config = given.x.shape[0], transformer.config
+    mask = given.text.new_ones(given.text.shape[:2], dtype=torch.bool) if given.mask is None else given.mask
+    guidance = None
+    if config.guidance_embeds:
+        # the pipeline embeds thousandths
+        guidance = given.timestep.new_full((batch,), 1000.0 * constants["guidance"])
+    return {
+        "hidden_states": given.x,
+        "timestep": given.timestep,
+        "encoder_hidden_states": given.text,
+        "encoder_attention_mask": mask.long(),
+        "pooled_projections": given.text.new_full((batch, config.pooled_projection_dim), constants["pooled_text"] or 0),
+        "guidance": guidance,
+    }
+
+
+def _rotary(transformer: Any, grid: Grid, constants: Constants) -> Any:
+    return transformer.rope(latents_of(grid, _patch(transformer.config), transformer.device))
+
+
+_TEXT = ("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out", "ff_context.net.0.proj", "ff_context.net.2")
+
+PARTS = Parts(
+    sizes=_sizes,
+    inputs=_inputs,
+    rotary=_rotary,
+    head="proj_out.weight",
+    time_embedder="time_text_embed.timestep_embedder",
+    # single blocks project attention and feed-forward together
+    attention_output=None,
+    after_blocks=("norm_out.", "proj_out."),
+    after_attention=("proj_mlp.", "proj_out."),
+    adapted_layers=("to_q", "to_k", "to_v", "to_out.0", "ff.net.0.proj", "ff.net.2", "proj_mlp", *_TEXT),
+    time_layers=("time_text_embed.", ".norm1.linear", ".norm1_context.", ".norm.linear", "norm_out.linear"),
+    text_layers=("context_embedder.", *(f".{name}." for name in _TEXT)),
+    joint_layers=("single_transformer_blocks.", ".to_gate_"),
+    tables=("freqs_cis", "image_rotary_emb"),
+    modulation=(),
+    # guidance of the distilled model; its second text encoder is in no set
+    constants={"guidance": 1.0, "pooled_text": None},
+    depths=("num_layers", "num_single_layers", "num_refiner_layers"),
+)
+
 FAMILY = Family(
     name="HunyuanVideoTransformer3DModel",
     stacks=("transformer_blocks", "single_transformer_blocks"),
@@ -64,4 +124,5 @@ FAMILY = Family(
     grid=_grid,
     text="last",
     texts=_texts,
+    parts=PARTS,
 )

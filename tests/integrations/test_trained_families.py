@@ -1,0 +1,248 @@
+"""What every family that trains must fulfil: it equals its class, runs train it, and its export is the class again."""
+
+from __future__ import annotations
+
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import diffusers
+import pytest
+import torch
+from torch import Tensor
+
+from tests.integrations import tiny
+from tests.tiny_runs import TinyTraining
+from tests.training.distillations import DISTILL
+from vsa.attention.video_sparse import VideoSparseAttention
+from vsa.checkpoints.convert import Conversion, convert
+from vsa.checkpoints.golden import attention_output, check_golden
+from vsa.checkpoints.weight_source import open_network, open_weights
+from vsa.integrations.diffusers import load_sparse
+from vsa.integrations.diffusers.families.parts import Inputs
+from vsa.integrations.diffusers.network import DiffusersNetwork
+from vsa.sampling.pipeline import generate, load_run
+
+pytestmark = pytest.mark.filterwarnings("ignore:tiles .* are .* full")
+
+SIZES = ("num_layers", "num_attention_heads", "attention_head_dim", "ffn_dim", "freq_dim")
+# the codec of the toy clips has 16 channels, their text encoder a width of 64
+DATA = {"in_channels": 16, "out_channels": 16}
+# of the toy clips, 8 tiles of (1, 2, 2) tokens
+LATENT = (16, 2, 8, 8)
+
+
+class Trained(NamedTuple):
+    """A family in a run: a class with the sizes of the toy clips, and the settings that it needs."""
+
+    make: Any
+    settings: tuple[str, ...] = ()
+
+
+FAMILIES = {
+    "wan": Trained(partial(tiny.wan, **DATA, text_dim=64), ("data.text_padding=zeros", "model=diffusers")),
+    "ltx": Trained(partial(tiny.ltx, **DATA, caption_channels=64)),
+    "hunyuan": Trained(partial(tiny.hunyuan, **DATA, text_embed_dim=64), ("model.constants.pooled_text=0",)),
+    "cogvideox": Trained(partial(tiny.cogvideox, **DATA, text_embed_dim=64), ("data.text_padding=zeros",)),
+}
+
+
+class Family:
+    """Runs of one family, which the tests of a module share."""
+
+    def __init__(self, name: str, folder: Path):
+        self.family, self.folder = FAMILIES[name], folder / "pretrained"
+        self.model = self.family.make().model
+        self.model.save_pretrained(self.folder)
+        self.runs = TinyTraining(folder / "outputs", pytest.MonkeyPatch())
+
+    @cached_property
+    def trained(self) -> Path:
+        """Run folder of a sparse finetune."""
+        self.train("run=whole")
+        return self.runs.folder("whole")
+
+    @cached_property
+    def exported(self) -> Path:
+        """Folder of its weights for diffusers."""
+        folder = self.folder.parent / "exported"
+        convert(open_weights(self.trained, "model"), folder, Conversion())
+        return folder
+
+    def train(self, *settings: str) -> None:
+        sizes = (f"~model.{name}" for name in SIZES)
+        own = [] if "model=diffusers" in self.family.settings else ["model=from_checkpoint"]
+        task = () if any(setting.startswith("task=") for setting in settings) else ("task=finetune",)
+        start = ("start=dense", f"init_from={self.folder}")
+        self.runs(*start, *task, *sizes, *own, *self.family.settings, *settings)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request, tmp_path_factory) -> Family:
+    return Family(request.param, tmp_path_factory.mktemp(request.param))
+
+
+def gradients(model: torch.nn.Module, out: Tensor) -> dict[str, Tensor]:
+    model.zero_grad()
+    out.square().mean().backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def packed(case: tiny.Case) -> tuple[Tensor, Tensor]:
+    """Latents and timesteps in the form of a network, for LTX, whose rows are flat."""
+    return case.inputs["hidden_states"].transpose(1, 2).unflatten(2, tiny.GRID), case.inputs["timestep"]
+
+
+def at_flow_times(case: tiny.Case) -> tuple[Tensor, Tensor]:
+    """The same for CogVideoX, whose noise has the schedule of its scheduler."""
+    alphas, sigmas = (x[:, None, None, None, None] for x in schedule(case))
+    return case.inputs["hidden_states"].transpose(1, 2) / (alphas + sigmas), (
+        1000 * sigmas / (alphas + sigmas)
+    ).flatten()
+
+
+def schedule(case: tiny.Case) -> tuple[Tensor, Tensor]:
+    scheduler = diffusers.CogVideoXDDIMScheduler(
+        beta_start=0.00085,
+        beta_end=0.012,
+        beta_schedule="scaled_linear",
+        rescale_betas_zero_snr=True,
+        snr_shift_scale=1.0 if case.model.config.use_rotary_positional_embeddings else 3.0,
+    )
+    alphas = scheduler.alphas_cumprod[case.inputs["timestep"]]
+    return alphas.sqrt().float(), (1 - alphas).sqrt().float()
+
+
+def flow_velocity(case: tiny.Case) -> Tensor:
+    """noise - x0 from CogVideoX's prediction v, with x0 = alpha x - sigma v and noise = sigma x + alpha v."""
+    alphas, sigmas = (x[:, None, None, None, None] for x in schedule(case))
+    x, v = (tensor.transpose(1, 2) for tensor in (case.inputs["hidden_states"], case.run()))
+    return (sigmas * x + alphas * v) - (alphas * x - sigmas * v)
+
+
+def as_they_are(case: tiny.Case) -> tuple[Tensor, Tensor]:
+    return case.inputs["hidden_states"], case.inputs["timestep"]
+
+
+POOLED = torch.full((2, 8), 0.5)
+CASES = {
+    "wan": (tiny.wan, as_they_are, lambda case: case.run(), {}),
+    "ltx": (tiny.ltx, packed, lambda case: case.run().transpose(1, 2).unflatten(2, tiny.GRID), {"fps": 10}),
+    "hunyuan": (
+        partial(tiny.hunyuan, (tiny.TEXT, 3), guidance_embeds=True),
+        as_they_are,
+        lambda case: case.run(pooled_projections=POOLED, guidance=torch.full((2,), 3000.0)),
+        {"pooled_text": 0.5, "guidance": 3.0},
+    ),
+    "cogvideox": (tiny.cogvideox, at_flow_times, flow_velocity, {}),
+    "cogvideox 2b": (partial(tiny.cogvideox, rope=False), at_flow_times, flow_velocity, {}),
+    "cogvideox 1.5": (partial(tiny.cogvideox, 2), at_flow_times, flow_velocity, {}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_equals_its_class(name):
+    make, latents, expected, constants = CASES[name]
+    case = make()
+    if name == "ltx":
+        case.inputs["rope_interpolation_scale"] = (8 / 10, 32, 32)
+    model = DiffusersNetwork(
+        attention=partial(VideoSparseAttention, tile_thw=tiny.TILE),
+        class_name=type(case.model).__name__,
+        config=case.model.config,
+        constants=constants,
+    )
+    own = dict(model.named_parameters())
+    for key, value in case.model.state_dict().items():
+        own[key].data.copy_(value)
+    mask = case.inputs.get("encoder_attention_mask")
+    inputs = (*latents(case), case.inputs["encoder_hidden_states"], None if mask is None else mask.bool())
+    wanted, out = expected(case), model(*inputs)
+    assert tiny.difference(out, wanted) < 1e-5
+    theirs, ours = gradients(case.model, wanted), gradients(model, out)
+    assert theirs.keys() == {key for key in ours if "to_gate_" not in key}
+    for key, gradient in theirs.items():
+        assert (ours[key] - gradient).abs().max() < 1e-5 * gradient.abs().max().clamp(min=1), key
+    # control: one tile less
+    less = model(*inputs, topk=tiny.TILES - 1)
+    assert tiny.difference(less, wanted) > 1e-4
+    less = gradients(model, less)
+    assert any((less[key] - gradient).abs().max() > 1e-4 for key, gradient in theirs.items())
+    # the levels of recomputation change nothing
+    before = gradients(model, model(*inputs, topk=3))
+    for level in ("attention", "full"):
+        model.activation_checkpointing = level
+        again = gradients(model, model(*inputs, topk=3))
+        assert all(torch.equal(again[key], gradient) for key, gradient in before.items())
+
+
+def test_it_finetunes_and_resumes(family):
+    family.train("run=twice", "trainer.max_steps=2")
+    family.train("run=twice", "ckpt_path=last")
+    assert family.trained
+    whole, twice = family.runs.tensors("whole"), family.runs.tensors("twice")
+    assert whole.keys() == twice.keys()
+    assert all(torch.equal(whole[name], twice[name]) for name in whole)
+    assert sum(".to_gate_compress." in name for name in whole) > 0
+
+
+@torch.no_grad()
+def test_its_export_is_the_class_again(family):
+    weights = open_weights(family.trained, "model")
+    model = getattr(diffusers, type(family.model).__name__).from_pretrained(family.exported)
+    plain = dict(model.named_parameters())
+    assert all(torch.equal(plain[name], weights[name]) for name in plain)
+    gates = {name: weights[name] for name in weights if name not in plain}
+    assert gates
+    assert all("to_gate_" in name for name in gates)
+    # Wan's own network for Wan
+    errors = check_golden(family.exported, partial(attention_output, open_network(family.exported)[0]))
+    assert len(errors) == 2
+    assert not any(error.failed for error in errors)
+    network = weights.network()
+    weights.load(network, "required")
+    given = Inputs(
+        x=tiny.randn(2, *LATENT),
+        timestep=torch.tensor([700.0, 300.0]),
+        text=tiny.randn(2, tiny.TEXT, network.text_dim, seed=1),
+        mask=None,
+        image=None,
+        grid=network.grid(LATENT),
+    )
+    # all 8 tiles, and the 4 of the training
+    for topk in (8, 4):
+        model = load_sparse(family.exported, topk=topk)
+        arguments = network.parts.inputs(model, given, network.constants)
+        out = network.parts.velocity(model(**arguments, return_dict=False)[0], model, given, network.constants)
+        assert tiny.difference(network(given.x, given.timestep, given.text, topk=topk), out) < 1e-5
+        assert tiny.difference(network(given.x, given.timestep, given.text, topk=2), out) > 1e-4
+
+
+def test_adapters_train(family):
+    pytest.importorskip("peft")
+    family.train("run=lora", "task.lora={_target_:vsa.checkpoints.lora.LoRA,rank:2,alpha:3}")
+    run, before = family.runs.folder("lora"), open_weights(family.folder)
+    merged = open_weights(run, "model")
+    adapters = {name.partition(".lora_")[0] for name in family.runs.last("lora").tensors("model") if ".lora_" in name}
+    changed = {name.removesuffix(".weight") for name in before if not torch.equal(before[name], merged[name])}
+    assert changed == adapters
+    # every layer has adapters, and gates train beside them
+    assert all(any(name.startswith(prefix) for name in adapters) for prefix in merged.network().block_prefixes)
+    assert any(merged[name].any() for name in merged if ".to_gate_compress.weight" in name)
+    convert(merged, run.parent / "merged", Conversion(golden=False))
+    plain = getattr(diffusers, type(family.model).__name__).from_pretrained(run.parent / "merged")
+    assert all(torch.equal(value, merged[name]) for name, value in plain.named_parameters())
+
+
+def test_it_samples(family):
+    run = load_run(family.trained, device="cpu")
+    sparse, dense = (generate(run, ["a red circle"], run.settings(steps=2, at=at)) for at in ("current", "dense"))
+    assert sparse.isfinite().all()
+    assert not torch.equal(sparse, dense)
+
+
+def test_it_is_distilled(family):
+    family.train("run=distilled", *DISTILL, "trainer.max_steps=2")
+    run = load_run(family.runs.folder("distilled"), device="cpu")
+    assert run.step_list is not None
+    assert generate(run, ["a red circle"], run.settings()).isfinite().all()
