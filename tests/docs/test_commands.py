@@ -38,10 +38,13 @@ MODULES = [c for c in commands() if c.words[0] in ("python", "python3") and not 
 OTHERS = [c for c in commands() if c not in (*TRAININGS, *SWEEPS, *OURS, *MODULES)]
 
 
+OF_WEIGHTS = ("model=from_checkpoint", "model=diffusers")
+
+
 @cache
 def composed(*overrides: str) -> Any:
     # the weights that have the sizes are not here
-    cfg = hydra_guard.composed(*(word for word in overrides if word != "model=from_checkpoint"))
+    cfg = hydra_guard.composed(*(word for word in overrides if word not in OF_WEIGHTS))
     check_settings(cfg)
     return cfg
 

@@ -112,7 +112,8 @@ class Typist:
         if experiment == "experiment=quickstart":
             own += ["optim.schedule.total_steps=8"]
         if "_wan_" in experiment:
-            own += [] if "model=from_checkpoint" in arguments else ["model=from_checkpoint"]
+            has_sizes = {"model=from_checkpoint", "model=diffusers"} & {*arguments}
+            own += [] if has_sizes else ["model=from_checkpoint"]
             # tiles of a grid of 3 x 4 x 4, where the command has not its own
             has_tiles = any(word.startswith("tile_thw=") for word in arguments)
             own += [] if has_tiles else ["tile_thw=[2,2,2]", "sparsity=constant", "sparsity.sparsity=0.5"]
