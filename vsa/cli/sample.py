@@ -97,4 +97,4 @@ def sample(
 
         arguments["attention"] = draw_attention
     folder = (sample_run if pipeline is None else sample_pipeline)(prompts=captions, **arguments)
-    print(f"{len(captions)} clips, contact sheet and samples.json in {folder}")
+    print(f"{len(captions)} clip{'s' * (len(captions) != 1)}, contact sheet and samples.json in {folder}")

@@ -60,12 +60,15 @@ def write_captions_page(folder: Path, codec: Codec, *, device: str = "cpu") -> P
         note = "As a model learns them: decoded from the latents. Several captions of a clip are separated by strokes."
         headings = [("clip", f"{len(rows)} of {len(samples):,}")]
         page.clips("Clips", note, Clips(first="caption", headings=headings, rows=rows, left_out=0))
-    entries = [(name, caption, f"{len(states)}") for name, found in texts.items() for caption, states in found]
+    files = {sample.id: sample.about.source or "" for sample in listed}
+    entries = [
+        (name, files[name], caption, f"{len(states)}") for name, found in texts.items() for caption, states in found
+    ]
     note = (
         f"{len(listed):,} of {len(samples):,} clips. Tokens are those that the encoder keeps; {encoder.max_tokens} "
         "of them may be the start of a longer caption."
     )
-    page.table(Table(["clip", "caption", "tokens"], entries, title="Captions", note=note, long=(1,)))
+    page.table(Table(["clip", "file", "caption", "tokens"], entries, title="Captions", note=note, long=(2,)))
     return page.write("vsa encode with the captions corrected and --overwrite writes both anew")
 
 
