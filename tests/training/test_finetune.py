@@ -19,6 +19,7 @@ from tests.data.tiny_wan import make_vae
 from tests.objectives.small_nets import make_net, sparse_attention
 from tests.states import rewrite_state
 from vsa.attention.full import FullAttention
+from vsa.checkpoints.convert import Conversion, convert
 from vsa.checkpoints.lora import LoRA, merged_tensor, plain_names
 from vsa.checkpoints.run_checkpoint import read_checkpoint
 from vsa.checkpoints.weight_source import open_weights
@@ -317,6 +318,16 @@ def test_adapters_train_alone_and_merge_into_the_model(training, dense):
         training(*plain)
     with pytest.raises(ValueError, match=r"was trained with task.lora=\{.*\}, the settings have None"):
         training(*plain, "resume.allow=[task,optim]")
+
+    # a file of the adapters makes of the dense model what the run is
+    adapted = open_weights(training.folder("straight"), "model")
+    out = training.folder("straight").parent / "adapters"
+    convert(adapted, out, Conversion(to="lora-comfyui"))
+    merged = open_weights(f"{dense}+{out}")
+    assert set(merged) == set(adapted)
+    assert all(torch.allclose(merged[name], value, rtol=1e-5, atol=1e-6) for name, value in adapted.items())
+    with pytest.raises(ValueError, match=r"--to lora-musubi takes a run with lora=adapters, .* has no adapters"):
+        convert(open_weights(dense), out, Conversion(to="lora-musubi"))
 
     # what samplers load computes what the adapted model did
     run = load_run(training.folder("straight"), weights="model")

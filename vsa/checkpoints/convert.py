@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -19,15 +20,17 @@ from torch import Tensor
 from vsa.attention.full import FullAttention
 from vsa.attention.kept_tiles import Budget
 from vsa.attention.named import NAMED, unusual
+from vsa.checkpoints.adapter_files import AdapterForm, write_adapters
 from vsa.checkpoints.golden import write_golden
+from vsa.checkpoints.lora import adapters_of
 from vsa.checkpoints.network_settings import network_of, network_settings
 from vsa.checkpoints.run_checkpoint import resolve_checkpoint
 from vsa.checkpoints.sampling_settings import sampling_of_export, sampling_part, write_sampling_part
 from vsa.checkpoints.sparse_config import SPARSE_CONFIG, Grid, SparseAttentionConfig
 from vsa.checkpoints.wan import Layout, attention_of, export_pretrained, method_options, refuse_other_attention
 from vsa.checkpoints.wan_names import is_gate
-from vsa.checkpoints.weight_files import finite, refuse_existing, refuse_other_tensors
-from vsa.checkpoints.weight_source import open_network
+from vsa.checkpoints.weight_files import finite, refuse_existing, refuse_other_tensors, some
+from vsa.checkpoints.weight_source import RunWeights, open_network
 from vsa.checkpoints.weights import WeightSource
 from vsa.checkpoints.weights_run import write_weights_run
 from vsa.diffusion.sampler import step_list
@@ -35,7 +38,7 @@ from vsa.models.init import without_memory
 from vsa.models.network import Network
 from vsa.settings import shown
 
-Target = Literal[Layout, "run"]
+Target = Literal[Layout, "run", "lora-diffusers", "lora-comfyui", "lora-musubi"]
 FASTVIDEO_TILE = (4, 4, 4)
 
 
@@ -198,6 +201,8 @@ def convert(source: WeightSource, out: Path, options: Conversion, *, like: str |
     Raises:
         ValueError: the source is incomplete, or the target layout cannot represent it.
     """
+    if options.to.startswith("lora-"):
+        return convert_adapters(source, out, options)
     sampling = sampling_like(source, like)
     sparse = sparse_config(source, options)
     if sparse is not None:
@@ -228,7 +233,7 @@ def convert(source: WeightSource, out: Path, options: Conversion, *, like: str |
             with_dtypes(model, source),
             out,
             sparse=sparse,
-            layout=options.to,
+            layout=cast(Layout, options.to),
             dtype=dtype,
             max_shard_bytes=round(options.max_shard_gb * 2**30),
             tensors=source.__getitem__,
@@ -245,6 +250,27 @@ def convert(source: WeightSource, out: Path, options: Conversion, *, like: str |
         steps = list(source.step_list)
         lines.append(f"no file of {out} has the steps {steps} of this dense generator, --to run keeps them")
     return lines
+
+
+def convert_adapters(source: WeightSource, out: Path, options: Conversion) -> list[str]:
+    """Write the adapters of a run, and its gates, in the key form that `options.to` ends with.
+
+    Raises:
+        ValueError: the source is no run with adapters, or other weights were trained with them.
+    """
+    lora = source.lora if isinstance(source, RunWeights) else None
+    if lora is None:
+        raise ValueError(f"--to {options.to} takes a run with lora=adapters, {source.name} has no adapters")
+    gates = {name: source[name] for name in source if is_gate(name)}
+    patterns = source.run_config["task"].get("trainable") or ()
+    others = [name for name in source if name not in gates and any(fnmatchcase(name, p) for p in patterns)]
+    if others:
+        raise ValueError(f"--to {options.to}: task.trainable trained {some(others)} too, which no adapter holds")
+    adapters = adapters_of(source.files.read, source.files.keys, lora)
+    dtype = None if options.dtype is None else getattr(torch, options.dtype)
+    form = cast(AdapterForm, options.to.removeprefix("lora-"))
+    write_adapters(adapters, gates, out, form, sparse=sparse_config(source, options), dtype=dtype)
+    return [f"{len(adapters)} adapters of rank {lora.rank} and {len(gates)} gate tensors from {source} in {out}"]
 
 
 def _unusual(sparse: SparseAttentionConfig) -> Iterator[str]:

@@ -6,7 +6,9 @@ on; boundaries of Wan's own layout: Wan2.2, `wan/configs/wan_t2v_A14B.py` (0.875
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from vsa import files
 
@@ -17,17 +19,17 @@ EXPERTS = (*_HIGH, *_LOW)
 NoiseRange = tuple[float, float]
 
 
-def expert_range(place: Path, *, conditioned: bool) -> NoiseRange | None:
+def expert_range(place: Path, config: Mapping[str, Any]) -> NoiseRange | None:
     """Noise levels of the expert at a place; None: the network there is for all of them.
 
     Args:
         place: folder of a transformer, or file.
-        conditioned: whether it takes an image, which moves the boundary in Wan's own layout.
+        config: its config; that it takes an image moves the boundary in Wan's own layout.
 
     Raises:
         ValueError: a pipeline with two transformers names no boundary.
     """
-    boundary = 0.9 if conditioned else 0.875
+    boundary = 0.875 if config.get("in_channels") == config.get("out_channels") else 0.9
     is_high, is_low = place.name in _HIGH, place.name in _LOW
     if place.is_file():
         is_high, is_low = ("high_noise" in place.name, "low_noise" in place.name)
@@ -47,7 +49,7 @@ def expert_range(place: Path, *, conditioned: bool) -> NoiseRange | None:
 def refuse_experts(spec: str | Path, place: Path) -> None:
     """Raise ValueError for a folder with both experts, which names each of them."""
     for high, low in zip(_HIGH, _LOW, strict=True):
-        if (place / high).is_dir() and expert_range(place / high, conditioned=False) is not None:
+        if (place / high).is_dir() and expert_range(place / high, {}) is not None:
             raise ValueError(
                 f"{spec} has two transformers, one per range of noise levels (Wan2.2 A14B): name one, {spec}/{high} "
                 f"(high noise) or {spec}/{low}"

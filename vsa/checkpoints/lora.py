@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -65,6 +66,21 @@ def own_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters that do not belong to adapters, by their names without adapters."""
     parameters = dict(model.named_parameters())
     return {plain: parameters[name] for plain, name in plain_names(parameters).items()}
+
+
+class LowRank(NamedTuple):
+    """An adapter `W + scale * b a`: a `[rank, in]`, b `[out, rank]`."""
+
+    a: Tensor
+    b: Tensor
+    scale: float
+
+
+def adapters_of(read: Callable[[str], Tensor], names: Iterable[str], lora: LoRA) -> dict[str, LowRank]:
+    """The adapters by the names of the layers they belong to; `read` and `names` have names with adapters."""
+    layers = [name.removesuffix(".base_layer.weight") for name in names if name.endswith(".base_layer.weight")]
+    halves = {layer: [read(f"{layer}.lora_{part}.{_ADAPTER}.weight") for part in "AB"] for layer in layers}
+    return {layer: LowRank(a, b, lora.alpha / lora.rank) for layer, (a, b) in halves.items()}
 
 
 def merged_tensor(read: Callable[[str], Tensor], name: str, lora: LoRA) -> Tensor:

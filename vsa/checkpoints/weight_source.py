@@ -20,6 +20,7 @@ from vsa.attention.full import FullAttention
 from vsa.attention.kept_tiles import KeptTiles
 from vsa.attention.sparsity import ConstantSparsity, SparsitySchedule
 from vsa.attention.video_sparse import Backend
+from vsa.checkpoints.adapter_files import AdaptedWeights, adapted_spec
 from vsa.checkpoints.experts import EXPERTS, NoiseRange, expert_range, refuse_experts
 from vsa.checkpoints.exported_sparsity import ExportedSparsity
 from vsa.checkpoints.held_files import EPS, HEAD_DIM, config_of_shapes, holds_file, unprefixed
@@ -74,17 +75,17 @@ class RunWeights(WeightSource):
         files = checkpoint.open(self.group)
         super().__init__(str(checkpoint.path), files, plain_names(files.keys), checkpoint.state)
         node = (self.run_config.get("task") or {}).get("lora") or {}
-        self._lora = LoRA(**{key: value for key, value in node.items() if key != "_target_"}) if node else None
+        self.lora = LoRA(**{key: value for key, value in node.items() if key != "_target_"}) if node else None
 
     def __str__(self) -> str:
         return f"{self.source} ({self.group} weights)"
 
     def _read(self, name: str) -> Tensor:
         key = self.keys_in_files[name]
-        return self.files.read(key) if self._lora is None else merged_tensor(self.files.read, key, self._lora)
+        return self.files.read(key) if self.lora is None else merged_tensor(self.files.read, key, self.lora)
 
     def _rows(self, name: str, start: int, stop: int) -> Tensor:
-        return super()._rows(name, start, stop) if self._lora is None else self[name][start:stop]
+        return super()._rows(name, start, stop) if self.lora is None else self[name][start:stop]
 
     @property
     def run_config(self) -> Mapping[str, Any]:
@@ -186,6 +187,7 @@ class PretrainedWeights(WeightSource):
     group: Group = "model"
 
     def __init__(self, source: str, place: Path):
+        self._place = place
         files = WeightFiles(place)
         folder = files.folder
         state = read_sampling_part(folder) or {}
@@ -233,7 +235,7 @@ class PretrainedWeights(WeightSource):
 
     @property
     def noise_range(self) -> NoiseRange | None:
-        return expert_range(self.folder, conditioned=self.config["in_channels"] != self.config["out_channels"])
+        return expert_range(self._place, self.config)
 
     @property
     def described_by(self) -> str:
@@ -296,10 +298,6 @@ class FileWeights(PretrainedWeights):
     Without a `config.json` beside them, the sizes are those of the shapes.
     """
 
-    def __init__(self, source: str, place: Path):
-        self._place = place
-        super().__init__(source, place)
-
     def _names(self, keys: list[str]) -> dict[str, str]:
         stripped = unprefixed(keys, self.name)
         rename = wan_to_diffusers if "head.head.weight" in stripped else str
@@ -317,11 +315,6 @@ class FileWeights(PretrainedWeights):
     def described_by(self) -> str:
         path = self.folder / "config.json"
         return str(path) if path.is_file() else f"{self.name}, without config.json"
-
-    @property
-    def noise_range(self) -> NoiseRange | None:
-        conditioned = self.config["in_channels"] != self.config["out_channels"]
-        return expert_range(self._place, conditioned=conditioned)
 
     @property
     def digest(self) -> str:
@@ -356,12 +349,14 @@ def open_weights(spec: str | Path, group: Group | None = None) -> WeightSource:
     """The weights of a run (its newest checkpoint), a checkpoint folder, another folder, a file or a Hugging Face id.
 
     Args:
-        spec: the source; see `pretrained_folder` and `FileWeights` for those that are not runs.
+        spec: the source, see `pretrained_folder` and `FileWeights`; `BASE+ADAPTERS` merges a file of adapters into one.
         group: see `RunWeights`.
 
     Raises:
         ValueError: there are no weights, or a group is requested from a source that is not a run.
     """
+    if (parts := adapted_spec(spec)) is not None:
+        return AdaptedWeights(open_weights(parts[0], group), parts[1])
     folder = local_folder(spec)
     if is_run(folder):
         return RunWeights(resolve_checkpoint(folder), group)

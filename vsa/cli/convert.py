@@ -16,7 +16,10 @@ GATES, SAMPLING = "Budget of gates without settings (FastVideo)", "Sampling sett
 def convert(
     source: Annotated[str, Argument(help="run, checkpoint folder, weights folder or hub id")],
     out: Annotated[Path, Argument(help="output folder, must not exist")],
-    to: Annotated[Literal["diffusers", "wan", "fastvideo", "run"], option("layout of OUT")] = "diffusers",
+    to: Annotated[
+        Literal["diffusers", "wan", "fastvideo", "run", "lora-diffusers", "lora-comfyui", "lora-musubi"],
+        option("layout of OUT; lora-...: adapters and gates of a run, unmerged"),
+    ] = "diffusers",
     weights: Annotated[Group | None, option("weights of a run: averaged (if any) or trained")] = None,
     dtype: Annotated[Precision | None, option("dtype of the written tensors (as the source)")] = None,
     max_shard_gb: Annotated[float, option("largest size of a file, GB", real=(1e-6, 1e6))] = 5.0,
