@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
-from diffusers.modular_pipelines.minimax_h3.before_denoise import MiniMaxH3Ref2VAPrepareLayoutStep
+from diffusers.modular_pipelines.minimax_h3.before_denoise import (
+    MiniMaxH3PrepareLayoutStep,
+    MiniMaxH3Ref2VAPrepareLayoutStep,
+    patchify_video_latents,
+)
 
 from tests.integrations import checks, tiny
 from tests.integrations.oracle import masked_attention
 from vsa.attention.layout import Segment
+from vsa.attention.video_sparse import VideoSparseAttention
 from vsa.integrations.diffusers import applied_attention, apply, remove
 from vsa.integrations.diffusers.families import family_of
+from vsa.integrations.diffusers.network import DiffusersNetwork
 
 pytestmark = pytest.mark.filterwarnings("ignore:tiles .* full")
 
@@ -161,3 +169,72 @@ def test_what_it_cannot_take_is_refused():
         positions = torch.cat([video[first : first + 35], video])
         with pytest.raises(ValueError, match=r"position_ids of the 140 rows .* the generated video has to be last"):
             grid(None, dict(position_ids=positions, text_indices=none, audio_indices=none))
+
+
+def network_of(case: tiny.Case, **attention) -> DiffusersNetwork:
+    model = DiffusersNetwork(
+        attention=partial(VideoSparseAttention, tile_thw=tiny.TILE, **attention),
+        class_name=type(case.model).__name__,
+        config=case.model.config,
+    )
+    own = dict(model.named_parameters())
+    for key, value in case.model.state_dict().items():
+        own[key].data.copy_(value)
+    return model
+
+
+def velocities(case: tiny.Case, latents: torch.Tensor, timestep, text: torch.Tensor, lengths) -> torch.Tensor:
+    """noise - data by diffusers' class, a row of text and video after the other."""
+    t, h, w = latents.shape[2:]
+    outs = []
+    for x, time, words, length in zip(latents, timestep, text, lengths, strict=True):
+        positions, tags, video, audio, texts, *_ = MiniMaxH3PrepareLayoutStep.build_packed_sequence(
+            *(torch.ones(length), t, h, w, 0), (1, 2, 2), audio_channels=2, audio_tag=2, video_tag=0
+        )
+        out = case.run(
+            hidden_states=patchify_video_latents(x[None], (1, 2, 2))[None],
+            audio_hidden_states=torch.zeros(1, 0, 3),
+            encoder_hidden_states=words[None, :length],
+            timestep=(1 - time / 1000)[None],
+            timestep_indices=torch.zeros(len(tags), dtype=torch.long),
+            **dict(token_tags=tags, position_ids=positions, video_indices=video, audio_indices=audio),
+            text_indices=texts,
+        )
+        places = patchify_video_latents(torch.arange(x.numel()).view(1, *x.shape), (1, 2, 2))
+        outs.append(-out.new_zeros(x.numel()).scatter(0, places.flatten(), out.flatten()).view(x.shape))
+    return torch.stack(outs)
+
+
+@pytest.mark.parametrize("topk", [3, tiny.TILES])
+def test_a_network_is_its_class(topk):
+    """In training, with a timestep and a text of its own for every sample, and gates where published ones are."""
+    case, lengths = tiny.minimax_h3(), (6, 3, 6)
+    model = network_of(case, gate_bias=False, fine_gate=False, coarse_text=True)
+    latents, text = tiny.randn(3, 2, 3, 10, 14), tiny.randn(3, 6, 8, seed=1)
+    times, mask = torch.tensor([700.0, 300.0, 700.0]), torch.arange(6) < torch.tensor(lengths)[:, None]
+    with ExitStack() as stack:
+        for length in set(lengths):
+            stack.enter_context(masked_attention(tiny.GRID, tiny.TILE, topk, text=length, text_side="first"))
+        expected = velocities(case, latents, times, text, lengths)
+    out = model(latents, times, text, mask, topk=topk)
+    assert tiny.difference(out, expected) < 1e-5
+    weights = tiny.randn(*out.shape, seed=4)
+    (expected * weights).sum().backward()
+    (out * weights).sum().backward()
+    own = dict(model.named_parameters())
+    for key, parameter in case.model.named_parameters():
+        assert (parameter.grad is None) == (own[key].grad is None), key
+        if parameter.grad is not None:
+            assert tiny.difference(own[key].grad, parameter.grad) < 1e-5, key
+    gates = {name: p for name, p in own.items() if name not in case.model.state_dict()}
+    assert list(gates) == [f"transformer_blocks.{i}.attn.to_gate_compress.weight" for i in range(2)]
+    assert all(p.grad.abs().max() > 1e-6 for p in gates.values())
+    roles = model.parameter_roles()
+    assert {name for name, role in roles.items() if role == "gate"} == set(gates)
+    # controls: another length of a text, another timestep, one tile less
+    with torch.no_grad():
+        for changes in ({"text_mask": mask.roll(1, 0)}, {"timestep": times.roll(1)}, {"topk": topk - 1}):
+            other = model(
+                **{"x_t": latents, "timestep": times, "text": text, "text_mask": mask, "topk": topk, **changes}
+            )
+            assert tiny.difference(other, expected) > 1e-4

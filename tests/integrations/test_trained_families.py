@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import diffusers
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tests.integrations import tiny
@@ -33,16 +34,30 @@ LATENT = (16, 2, 8, 8)
 
 
 class Trained(NamedTuple):
-    """A family in a run: a class with the sizes of the toy clips, and the settings that it needs."""
+    """A family in a run: a class with the sizes of the toy clips, the settings that it needs, and layers that act on
+    nothing, as those of the text after the last joint attention."""
 
     make: Any
     settings: tuple[str, ...] = ()
+    unused: tuple[str, ...] = ()
 
 
 FAMILIES = {
     "wan": Trained(partial(tiny.wan, **DATA, text_dim=64), ("data.text_padding=zeros", "model=diffusers")),
     "ltx": Trained(partial(tiny.ltx, **DATA, caption_channels=64)),
     "hunyuan": Trained(partial(tiny.hunyuan, **DATA, text_embed_dim=64), ("model.constants.pooled_text=0",)),
+    "hunyuan15": Trained(
+        partial(tiny.hunyuan15, in_channels=33, out_channels=16, text_embed_dim=64),
+        unused=("attn.add_q_proj", "attn.to_add_out", "ff_context.net.0.proj", "ff_context.net.2"),
+    ),
+    "minimax_h3": Trained(
+        partial(tiny.minimax_h3, in_channels=16, text_dim=64),
+        ("attention.gate_bias=false", "attention.coarse_text=true"),
+    ),
+    "kandinsky5": Trained(
+        partial(tiny.kandinsky5, in_visual_dim=16, out_visual_dim=16, in_text_dim=64),
+        ("model.constants.pooled_text=0", "data.text_padding=zeros"),
+    ),
     "cogvideox": Trained(partial(tiny.cogvideox, **DATA, text_embed_dim=64), ("data.text_padding=zeros",)),
 }
 
@@ -77,7 +92,11 @@ class Family:
         self.runs(*start, *task, *sizes, *own, *self.family.settings, *settings)
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+# what they have in common is tested with every run of the others
+SLOW = ("hunyuan15", "minimax_h3", "kandinsky5")
+
+
+@pytest.fixture(scope="module", params=[pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in FAMILIES])
 def family(request, tmp_path_factory) -> Family:
     return Family(request.param, tmp_path_factory.mktemp(request.param))
 
@@ -134,6 +153,22 @@ CASES = {
         lambda case: case.run(pooled_projections=POOLED, guidance=torch.full((2,), 3000.0)),
         {"pooled_text": 0.5, "guidance": 3.0},
     ),
+    "hunyuan 1.5": (
+        partial(tiny.hunyuan15, (tiny.TEXT, 3), glyphs=(0, 0), in_channels=9),
+        lambda case: (case.inputs["hidden_states"], case.inputs["timestep"]),
+        lambda case: case.run(hidden_states=F.pad(case.inputs["hidden_states"], (*(0,) * 6, 0, 5))),
+        {},
+    ),
+    "kandinsky5": (
+        partial(tiny.kandinsky5, visual_cond=True),
+        lambda case: (case.inputs["hidden_states"].movedim(-1, 1), case.inputs["timestep"]),
+        lambda case: case.run(
+            hidden_states=F.pad(case.inputs["hidden_states"], (0, 5)),
+            pooled_projections=POOLED,
+            scale_factor=(1.0, 3.16, 3.16),
+        ).movedim(-1, 1),
+        {"pooled_text": 0.5, "rope_scale": 3.16},
+    ),
     "cogvideox": (tiny.cogvideox, at_flow_times, flow_velocity, {}),
     "cogvideox 2b": (partial(tiny.cogvideox, rope=False), at_flow_times, flow_velocity, {}),
     "cogvideox 1.5": (partial(tiny.cogvideox, 2), at_flow_times, flow_velocity, {}),
@@ -160,14 +195,16 @@ def test_it_equals_its_class(name):
     wanted, out = expected(case), model(*inputs)
     assert tiny.difference(out, wanted) < 1e-5
     theirs, ours = gradients(case.model, wanted), gradients(model, out)
+    # Kandinsky casts q and k to bfloat16, and with them their gradients
+    tolerance = 2e-4 if name == "kandinsky5" else 1e-5
     assert theirs.keys() == {key for key in ours if "to_gate_" not in key}
     for key, gradient in theirs.items():
-        assert (ours[key] - gradient).abs().max() < 1e-5 * gradient.abs().max().clamp(min=1), key
+        assert (ours[key] - gradient).abs().max() < tolerance * gradient.abs().max().clamp(min=1), key
     # control: one tile less
     less = model(*inputs, topk=tiny.TILES - 1)
     assert tiny.difference(less, wanted) > 1e-4
     less = gradients(model, less)
-    assert any((less[key] - gradient).abs().max() > 1e-4 for key, gradient in theirs.items())
+    assert any((less[key] - gradient).abs().max() > 10 * tolerance for key, gradient in theirs.items())
     # the levels of recomputation change nothing
     before = gradients(model, model(*inputs, topk=3))
     for level in ("attention", "full"):
@@ -203,7 +240,8 @@ def test_its_export_is_the_class_again(family):
     weights.load(network, "required")
     given = Inputs(
         x=tiny.randn(2, *LATENT),
-        timestep=torch.tensor([700.0, 300.0]),
+        # packed rows of a batch have one
+        timestep=torch.tensor([700.0, 700.0 if network.parts.packed else 300.0]),
         text=tiny.randn(2, tiny.TEXT, network.text_dim, seed=1),
         mask=None,
         image=None,
@@ -213,7 +251,7 @@ def test_its_export_is_the_class_again(family):
     for topk in (8, 4):
         model = load_sparse(family.exported, topk=topk)
         arguments = network.parts.inputs(model, given, network.constants)
-        out = network.parts.velocity(model(**arguments, return_dict=False)[0], model, given, network.constants)
+        out = network.parts.velocity(model(**arguments).sample, model, given, network.constants)
         assert tiny.difference(network(given.x, given.timestep, given.text, topk=topk), out) < 1e-5
         assert tiny.difference(network(given.x, given.timestep, given.text, topk=2), out) > 1e-4
 
@@ -225,7 +263,8 @@ def test_adapters_train(family):
     merged = open_weights(run, "model")
     adapters = {name.partition(".lora_")[0] for name in family.runs.last("lora").tensors("model") if ".lora_" in name}
     changed = {name.removesuffix(".weight") for name in before if not torch.equal(before[name], merged[name])}
-    assert changed == adapters
+    assert adapters - changed == {f"transformer_blocks.1.{name}" for name in family.family.unused}
+    assert changed <= adapters
     # every layer has adapters, and gates train beside them
     assert all(any(name.startswith(prefix) for name in adapters) for prefix in merged.network().block_prefixes)
     assert any(merged[name].any() for name in merged if ".to_gate_compress.weight" in name)

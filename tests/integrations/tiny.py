@@ -36,7 +36,7 @@ class Case:
     text: int = 0
 
     def run(self, **changes: Any) -> Tensor:
-        return self.model(**{**self.inputs, **changes}, return_dict=False)[0]
+        return self.model(**{**self.inputs, **changes}).sample
 
 
 def stirred(model: Any) -> Any:
@@ -143,13 +143,16 @@ def hunyuan15(
     return Case(model, inputs, text=TEXT + 3 + 2)
 
 
-def minimax_h3(grid: tuple[int, int, int] = GRID, text: int = TEXT, keyframes: tuple[str, ...] = ()) -> Case:
+def minimax_h3(
+    grid: tuple[int, int, int] = GRID, text: int = TEXT, keyframes: tuple[str, ...] = (), **changes: Any
+) -> Case:
     """Rows [text | keyframes | 2 x 3 audio | video], laid out by diffusers' own pipeline step."""
     torch.manual_seed(0)
     t, h, w = grid
     options = dict(num_attention_heads=2, attention_head_dim=16, hidden_size=24, num_layers=2, num_refiner_layers=1)
     options |= dict(ffn_dim=32, in_channels=2, audio_in_channels=3, text_dim=8, freq_dim=16, time_embed_hidden_dim=24)
-    model = stirred(MiniMaxH3Transformer3DModel(**options, time_embed_dim=12, rope_freq_dim=2))
+    options |= dict(time_embed_dim=12, rope_freq_dim=2)
+    model = stirred(MiniMaxH3Transformer3DModel(**{**options, **changes}))
     positions, tags, video, audio, texts, conditions, _ = MiniMaxH3PrepareLayoutStep.build_packed_sequence(
         *(torch.ones(text), t, 2 * h, 2 * w, 3),
         patch_size=(1, 2, 2),
@@ -162,9 +165,9 @@ def minimax_h3(grid: tuple[int, int, int] = GRID, text: int = TEXT, keyframes: t
     timesteps = torch.ones(len(tags), dtype=torch.long)
     timesteps[video[:conditions]], timesteps[audio] = 0, 2
     inputs = dict(
-        hidden_states=randn(2, len(video), 8),
+        hidden_states=randn(2, len(video), 4 * model.config.in_channels),
         audio_hidden_states=randn(2, len(audio), 3, seed=1),
-        encoder_hidden_states=randn(2, text, 8, seed=2),
+        encoder_hidden_states=randn(2, text, model.config.text_dim, seed=2),
         timestep=torch.tensor([1.0, 0.3, 0.6]),
         timestep_indices=timesteps,
         token_tags=tags,
@@ -206,8 +209,8 @@ def kandinsky5(**changes: Any) -> Case:
     options |= dict(ff_dim=48, num_text_blocks=1, num_visual_blocks=2, axes_dims=(4, 6, 6))
     model = stirred(Kandinsky5Transformer3DModel(**{**options, **changes}))
     inputs = dict(
-        hidden_states=randn(2, t, 2 * h, 2 * w, 4),
-        encoder_hidden_states=randn(2, TEXT, 8, seed=1),
+        hidden_states=randn(2, t, 2 * h, 2 * w, model.config.in_visual_dim),
+        encoder_hidden_states=randn(2, TEXT, model.config.in_text_dim, seed=1),
         timestep=torch.tensor([700.0, 300.0]),
         pooled_projections=randn(2, 8, seed=2),
         visual_rope_pos=[torch.arange(n) for n in GRID],

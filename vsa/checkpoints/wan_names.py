@@ -49,7 +49,7 @@ _TOP_BACK = {wan: ours for ours, wan in _TOP.items()}
 _BLOCK_BACK = {wan: ours for ours, wan in _BLOCK.items()}
 
 _BLOCK_KEY = re.compile(r"(blocks\.\d+\.)(.+)$")
-_GATE_KEY = re.compile(r"\w*blocks\.\d+\.(to_gate_\w+|to_pool(_[qkv])?\.convs?(\.\d+)?)\.(weight|bias)$")
+_GATE_KEY = re.compile(r"\w*blocks\.\d+\.(attn\.)?(to_gate_\w+|to_pool(_[qkv])?\.convs?(\.\d+)?)\.(weight|bias)$")
 _UNUSED_KEY = re.compile(r"blocks\.\d+\.attn2\.norm_added_q\.weight$")
 
 

@@ -65,6 +65,7 @@ class Network(nn.Module):
         adapted_layers: endings of the names of the linear layers that LoRA adapts by default.
         takes_text_mask: whether `text_mask` may hide the padding of a text.
         takes_token_times: whether tokens of a sample may have different timesteps.
+        gates_in: beginning of the names, in a block, of the modules of its method, as "attn.".
         tally: counts the pairs of every pass, for attention that is `measured`; None: nothing is counted.
     """
 
@@ -89,6 +90,7 @@ class Network(nn.Module):
     adapted_layers: tuple[str, ...]
     takes_text_mask: bool = True
     takes_token_times: bool = True
+    gates_in: str = ""
     tally: PairTally | None = None
 
     def velocity(
@@ -250,9 +252,10 @@ class Network(nn.Module):
         weights; head: the weight of the last layer; vector: other biases, norms and modulation tables; embedding:
         weights of the patch, time, text and image embeddings; matrix: the weights inside the blocks.
         """
+        layers = zip(self.block_prefixes, self.attention_layers, strict=True)
+        inside = self.gates_in
+        extras = tuple(f"{prefix}{inside}{name}." for prefix, method in layers for name in method.extra_modules())
         prefixes = tuple(self.block_prefixes)
-        layers = zip(prefixes, self.attention_layers, strict=True)
-        extras = tuple(f"{prefix}{name}." for prefix, method in layers for name in method.extra_modules())
 
         def role(name: str, parameter: nn.Parameter) -> Role:
             if extras and name.startswith(extras):
@@ -395,7 +398,8 @@ class Network(nn.Module):
         sizes: dict[str, Any] = {"num_tokens": layout.num_tokens, "text_len": text_len, "image_len": image_len}
         linear_factor, attention_factor = (3.0, 3.5) if training else (1.0, 1.0)
         # of one pair of tokens
-        each, layers, pairs = attention_factor * 4 * self.dim, len(self.blocks), self.pairs(layout, topk)
+        width = self.num_heads * self.head_dim
+        each, layers, pairs = attention_factor * 4 * width, len(self.blocks), self.pairs(layout, topk)
         roles = self.parameter_roles()
         num_parameters = sum(p.numel() for name, p in self.named_parameters() if roles[name] != "gate")
         cross_attention = each * self.text_pairs(layout.num_tokens, text_len, image_len) * layers

@@ -44,7 +44,7 @@ class Pass:
     """One pass of the network.
 
     Args:
-        video: layout of the video tokens.
+        video: layout of the tokens that a block gets as `Parts.tokens`.
         groups: the rows of the batch, by their number of text tokens.
         per_token: whether every token has its own timestep.
         ordered: arguments that all blocks share, in tile order, by name.
@@ -69,11 +69,11 @@ class CurrentPass:
 
 
 def in_tile_order(value: Any, layout: TileLayout) -> Any:
-    """Tables `[L, D]`, tensors `[B, L, ...]` or tuples of them, in tile order on the device of the layout."""
+    """Tables `[L]` or `[L, D]`, tensors `[B, L, ...]` or tuples of them, in tile order on the device of the layout."""
     if isinstance(value, tuple):
         return tuple(in_tile_order(part, layout) for part in value)
     value = value.to(layout.device)
-    return layout.permute(value[None])[0] if value.dim() == 2 else layout.permute(value)
+    return layout.permute(value[None])[0] if value.dim() < 3 else layout.permute(value)
 
 
 class LayerAttention:
@@ -120,17 +120,18 @@ class LayerBlock(nn.Module):
 
     def replace_method(self, method: AttentionMethod) -> LayerBlock:
         """Replace the attention method and its extra modules; returns the block."""
+        # another network may share the module, with its own processor
+        attn: Any = shallow_copy(getattr(self, self.family.attention))
+        owner = self if self.family.gates_in == "block" else attn
         for name in self.method.extra_modules() if "method" in vars(self) else ():
-            del self._modules[name]
+            del owner._modules[name]
         for name, module in method.extra_modules().items():
-            if hasattr(self, name):
+            if hasattr(owner, name):
                 raise ValueError(f"block {self.layer} already has an attribute {name}")
-            self.register_module(name, module)
+            owner.register_module(name, module)
         # bypasses nn.Module's registration, since the method's modules are registered under the block's prefix
         object.__setattr__(self, "method", method)
         self.attend = LayerAttention(method)
-        # another network may share the module, with its own processor
-        attn: Any = shallow_copy(getattr(self, self.family.attention))
         attn.processor = self.family.processor(self.attend)  # type: ignore[arg-type] (called alike)
         self._modules[self.family.attention] = attn
         return self
@@ -146,7 +147,7 @@ class LayerBlock(nn.Module):
             if given.get(name) is not None:
                 given[name] = now.once(name, given[name])
         if self.layer == 0:
-            given["hidden_states"] = now.video.permute(given["hidden_states"])
+            given[self.parts.tokens] = now.video.permute(given[self.parts.tokens])
         groups = tuple(group._replace(ctx=group.ctx.layer(self.layer)) for group in now.groups)
         body = LayerBlock.body
         if self.run is not None and all(self.method.traceable(group.ctx) for group in groups):
@@ -176,10 +177,11 @@ class LayerBlock(nn.Module):
         self.attend.groups = ()
         return out
 
-    def self_attention(self, h: Tensor, tables: Any, ctx: AttnContext) -> Tensor:
+    def attend_row(self, h: Tensor, tables: Any, ctx: AttnContext) -> Tensor:
         """Self-attention output `[1, L, C]` of a row of video alone, see `Network.self_attention`."""
         self.attend.groups = (Group(None, h.shape[1], ctx),)
-        texts = {} if self.family.text == "none" else {"encoder_hidden_states": h[:, :0]}
+        apart = self.family.text != "none" and not self.parts.packed
+        texts = {"encoder_hidden_states": h[:, :0]} if apart else {}
         named = {self.parts.attention_rotary: in_tile_order(tables, ctx.layout)} if tables is not None else {}
         out = getattr(self, self.family.attention)(h, **texts, **named)
         self.attend.groups = ()

@@ -9,6 +9,7 @@ import importlib
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -70,10 +71,19 @@ class DiffusersNetwork(Network):
         object.__setattr__(self, "transformer", transformer)
         self._modules, self._parameters = transformer._modules, transformer._parameters
         self._buffer_values: dict[str, Tensor] = {}
-        if next(self.buffers(), None) is not None:
+        loose = [
+            (place, name)
+            for place, module in transformer.named_modules()
+            for name, value in vars(module).items()
+            if isinstance(value, Tensor)
+        ]
+        if loose or next(self.buffers(), None) is not None:
             # those of the class do not depend on the number of layers
-            shallow = {**config, **dict.fromkeys(self.parts.depths, 1)}
-            self._buffer_values = dict(_transformer(class_name, shallow, device="cpu").named_buffers())
+            shallow = _transformer(class_name, {**config, **dict.fromkeys(self.parts.depths, 1)}, device="cpu")
+            self._buffer_values = dict(shallow.named_buffers())
+            # tensors that the class moves to the device of its inputs
+            for place, name in loose:
+                setattr(transformer.get_submodule(place), name, getattr(shallow.get_submodule(place), name))
         self.current = CurrentPass()
         self._read_sizes()
         for module in (transformer, *self.modules()):
@@ -97,14 +107,18 @@ class DiffusersNetwork(Network):
     def _read_sizes(self) -> None:
         config, parts = self.transformer.config, self.parts
         attn = getattr(self.blocks[0], self.family.attention)
-        self.num_heads, self.dim = getattr(attn, self.family.heads), attn.inner_dim
-        self.head_dim = self.dim // self.num_heads
+        query = getattr(attn, self.family.query)
+        self.num_heads, self.dim = getattr(attn, self.family.heads), query.in_features
+        self.head_dim = query.out_features // self.num_heads
+        self.gates_in = "" if self.family.gates_in == "block" else f"{self.family.attention}."
         sizes = parts.sizes(config)
         self.in_channels, self.out_channels, self.text_dim = sizes.in_channels, sizes.out_channels, sizes.text_dim
         self.ffn_dim, self.image_dim = sizes.ffn_dim, sizes.image_dim
         t, h, w = sizes.patch_size
         self.patch_size: Grid = (t, h, w)
-        self.head, self.modulation, self.time_embedder = parts.head, parts.modulation, parts.time_embedder
+        self.head, self.modulation = parts.head, parts.modulation
+        # a class may have a module of this name
+        vars(self)["time_embedder"] = parts.time_embedder
         self.attention_output = parts.attention_output
         self.after_blocks, self.after_attention = parts.after_blocks, parts.after_attention
         self.after_cross_attention, self.adapted_layers = (), parts.adapted_layers
@@ -157,12 +171,32 @@ class DiffusersNetwork(Network):
         transformer: Any = self.transformer
         if hasattr(type(transformer), "compute_dtype"):
             transformer.compute_dtype = self.compute_dtype
-        self.current.value = Pass(
-            video=ctx.layout, groups=self._groups(ctx, mask, text.shape[1]), per_token=timestep.dim() == 2
-        )
+        if self.parts.packed:
+            return self._packed(given, ctx)
+        groups = self._groups(ctx, mask, text.shape[1])
+        return self._pass(given, Pass(video=ctx.layout, groups=groups, per_token=timestep.dim() == 2))
+
+    def _packed(self, given: Inputs, ctx: AttnContext) -> Tensor:
+        """The velocity of a class whose batch has one timestep and one length of its texts, in as many passes."""
+        samples, text = given.text.shape[:2]
+        lengths = [text] * samples if given.mask is None else given.mask.sum(1).tolist()
+        kinds = list(zip(given.timestep.tolist(), lengths, strict=True))
+        outs, order = [], []
+        for kind in dict.fromkeys(kinds):
+            rows = [i for i, own in enumerate(kinds) if own == kind]
+            own = Inputs(given.x[rows], given.timestep[rows], given.text[rows, : kind[1]], None, None, given.grid)
+            topk = ctx.topk if ctx.topk.samples is None else replace(ctx.topk, samples=ctx.topk.samples[:, rows])
+            groups = self._groups(replace(ctx, topk=topk), None, kind[1])
+            outs.append(self._pass(own, Pass(video=groups[0].ctx.layout, groups=groups, per_token=False)))
+            order += rows
+        return torch.cat(outs)[torch.tensor(order).argsort().to(given.x.device)]
+
+    def _pass(self, given: Inputs, now: Pass) -> Tensor:
+        transformer: Any = self.transformer
+        self.current.value = now
         try:
             arguments = self.parts.inputs(transformer, given, self.constants)
-            (output,) = transformer.forward(**arguments, return_dict=False)
+            output = transformer.forward(**arguments).sample
         finally:
             self.current.value = None
         return self.parts.velocity(output, transformer, given, self.constants)
@@ -194,7 +228,7 @@ class DiffusersNetwork(Network):
     def self_attention(self, layer: int, h: Tensor, ctx: AttnContext) -> Tensor:
         tables = self.parts.rotary(self.transformer, ctx.layout.segments[0].grid_thw, self.constants)
         block: LayerBlock = self.blocks[layer]
-        return block.self_attention(h, tables, ctx)
+        return block.attend_row(h, tables, ctx)
 
     def reset_parameters(self) -> None:
         """Initialise every parameter: the head zero, other matrices N(0, sqrt(2 / (5 C))) and tables N(0, 1 / sqrt(C)),

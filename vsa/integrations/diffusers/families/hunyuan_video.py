@@ -92,7 +92,7 @@ def _rotary(transformer: Any, grid: Grid, constants: Constants) -> Any:
     return transformer.rope(latents_of(grid, _patch(transformer.config), transformer.device))
 
 
-_TEXT = ("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out", "ff_context.net.0.proj", "ff_context.net.2")
+TEXT_LAYERS = ("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out", "ff_context.net.0.proj", "ff_context.net.2")
 
 PARTS = Parts(
     sizes=_sizes,
@@ -104,9 +104,9 @@ PARTS = Parts(
     attention_output=None,
     after_blocks=("norm_out.", "proj_out."),
     after_attention=("proj_mlp.", "proj_out."),
-    adapted_layers=("to_q", "to_k", "to_v", "to_out.0", "ff.net.0.proj", "ff.net.2", "proj_mlp", *_TEXT),
+    adapted_layers=("to_q", "to_k", "to_v", "to_out.0", "ff.net.0.proj", "ff.net.2", "proj_mlp", *TEXT_LAYERS),
     time_layers=("time_text_embed.", ".norm1.linear", ".norm1_context.", ".norm.linear", "norm_out.linear"),
-    text_layers=("context_embedder.", *(f".{name}." for name in _TEXT)),
+    text_layers=("context_embedder.", *(f".{name}." for name in TEXT_LAYERS)),
     joint_layers=("single_transformer_blocks.", ".to_gate_"),
     tables=("freqs_cis", "image_rotary_emb"),
     modulation=(),

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from vsa.integrations.diffusers.families.family import Arguments, Family
-from vsa.integrations.diffusers.families.parts import Constants, Inputs, Parts, Sizes
+from vsa.integrations.diffusers.families.parts import Constants, Inputs, Parts, Sizes, unpatchified
 from vsa.integrations.diffusers.processors import VideoProcessor
 from vsa.integrations.diffusers.tile_attention import Grid
 from vsa.models.embeddings import patchify
@@ -53,9 +53,7 @@ def _inputs(transformer: Any, given: Inputs, constants: Constants) -> dict[str, 
 
 
 def _velocity(output: Tensor, transformer: Any, given: Inputs, constants: Constants) -> Tensor:
-    # channels are the slowest dimension of a patch, as in its input
-    x = output.unflatten(2, (-1, *_patch(transformer.config))).unflatten(1, given.grid)
-    return x.permute(0, 4, 1, 5, 2, 6, 3, 7).flatten(6, 7).flatten(4, 5).flatten(2, 3)
+    return unpatchified(output, given.grid, _patch(transformer.config))
 
 
 def _rotary(transformer: Any, grid: Grid, constants: Constants) -> Any:

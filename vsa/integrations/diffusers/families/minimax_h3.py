@@ -15,8 +15,10 @@ from torch import Tensor
 
 from vsa.diffusion.flow_matching import TIMESTEP_SCALE
 from vsa.integrations.diffusers.families.family import Arguments, Family
+from vsa.integrations.diffusers.families.parts import Constants, Inputs, Parts, Sizes, unpatchified
 from vsa.integrations.diffusers.processors import Processor, project, refuse_mask
 from vsa.integrations.diffusers.tile_attention import Grid, Texts
+from vsa.models.embeddings import patchify
 
 
 class MiniMaxH3Processor(Processor):
@@ -84,6 +86,69 @@ def _timestep(arguments: Arguments) -> float:
     return TIMESTEP_SCALE * (1 - float(arguments["timestep"][arguments["timestep_indices"][last]]))
 
 
+def _sizes(config: Any) -> Sizes:
+    channels, (t, h, w) = config.in_channels, config.patch_size
+    return Sizes(channels, channels, text_dim=config.text_dim, ffn_dim=config.ffn_dim, patch_size=(t, h, w))
+
+
+def _packed(config: Any, grid: Grid, text: int, device: torch.device) -> dict[str, Tensor]:
+    """The layout of a row of text and video: data hold no audio, and no conditions."""
+    # imported where a row is made, because the module imports diffusers
+    from diffusers.modular_pipelines.minimax_h3.before_denoise import MiniMaxH3PrepareLayoutStep
+
+    t, h, w = (n * p for n, p in zip(grid, config.patch_size, strict=True))
+    positions, tags, video, audio, texts, *_ = MiniMaxH3PrepareLayoutStep.build_packed_sequence(
+        *(torch.ones(text), t, h, w, 0), config.patch_size, audio_channels=2, audio_tag=2, video_tag=0
+    )
+    names = ("position_ids", "token_tags", "video_indices", "audio_indices", "text_indices")
+    return {name: x.to(device) for name, x in zip(names, (positions, tags, video, audio, texts), strict=True)}
+
+
+def _inputs(transformer: Any, given: Inputs, constants: Constants) -> dict[str, Any]:
+    config, device = transformer.config, given.x.device
+    row = _packed(config, given.grid, given.text.shape[1], device)
+    return {
+        "hidden_states": patchify(given.x, config.patch_size),
+        "audio_hidden_states": given.x.new_zeros(len(given.x), 0, config.audio_in_channels),
+        "encoder_hidden_states": given.text,
+        # the samples of a pass have one timestep; here 1 is clean
+        "timestep": 1 - given.timestep[:1] / TIMESTEP_SCALE,
+        "timestep_indices": torch.zeros(len(row["token_tags"]), dtype=torch.long, device=device),
+        **row,
+    }
+
+
+def _velocity(output: Tensor, transformer: Any, given: Inputs, constants: Constants) -> Tensor:
+    # the class predicts data - noise
+    return -unpatchified(output, given.grid, transformer.config.patch_size)
+
+
+def _rotary(transformer: Any, grid: Grid, constants: Constants) -> Any:
+    return transformer.rope(_packed(transformer.config, grid, 0, transformer.device)["position_ids"])
+
+
+PARTS = Parts(
+    sizes=_sizes,
+    inputs=_inputs,
+    rotary=_rotary,
+    velocity=_velocity,
+    head="proj_out.weight",
+    time_embedder=None,
+    # rows hold text too, and a batch may take several passes
+    attention_output=None,
+    after_blocks=("norm_out.", "proj_out.", "audio_proj_out."),
+    after_attention=("attn.to_out.", "norm2.", "ff."),
+    adapted_layers=("to_q", "to_k", "to_v", "to_out.0", "ff.net.0.proj", "ff.net.2"),
+    time_layers=("time_embedder.", ".adaln_proj.", "norm_out.linear"),
+    text_layers=("context_embedder.", "token_refiner."),
+    joint_layers=("transformer_blocks.",),
+    tables=("adaln_indices", "rotary_emb"),
+    attention_rotary="rotary_emb",
+    modulation=(),
+    depths=("num_layers", "num_refiner_layers"),
+    packed=True,
+)
+
 FAMILY = Family(
     name="MiniMaxH3Transformer3DModel",
     stacks=("transformer_blocks",),
@@ -96,4 +161,5 @@ FAMILY = Family(
     timestep=_timestep,
     gates_in="attention",
     gate_settings={"gate_bias": False, "coarse_text": True},
+    parts=PARTS,
 )

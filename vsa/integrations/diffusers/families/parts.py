@@ -58,6 +58,12 @@ def as_it_is(output: Tensor, transformer: Any, given: Inputs, constants: Constan
     return output
 
 
+def unpatchified(rows: Tensor, grid: Grid, patch_size: Grid) -> Tensor:
+    """Latents `[B, C, T, H, W]` from patches `[B, L, C * p_t * p_h * p_w]`, as `patchify` made them."""
+    x = rows.unflatten(2, (-1, *patch_size)).unflatten(1, grid)
+    return x.permute(0, 4, 1, 5, 2, 6, 3, 7).flatten(6, 7).flatten(4, 5).flatten(2, 3)
+
+
 class Parts(NamedTuple):
     """Sizes, inputs and names of a transformer class.
 
@@ -80,6 +86,7 @@ class Parts(NamedTuple):
         joint_layers: the same of those that get video and text tokens.
         tables: arguments of a block with rotary tables, `[B, L, ...]` or `[L, ...]` each.
         token_rows: arguments of a block that have one row per token where timesteps do.
+        tokens: argument of a block with the tokens of the video, in packed rows all tokens.
         attention_rotary: argument of the attention with the rotary tables.
         modulation: see `Network`.
         velocity: function from the output, and what `inputs` gets, to the flow-matching velocity.
@@ -87,6 +94,8 @@ class Parts(NamedTuple):
         depths: settings with the numbers of layers.
         takes_text_mask: see `Network`.
         takes_token_times: whether every token may have its own timestep.
+        packed: whether a block gets rows of text and video in one tensor, and a batch has one timestep and one length
+            of its texts.
     """
 
     sizes: Callable[[Any], Sizes]
@@ -104,6 +113,7 @@ class Parts(NamedTuple):
     joint_layers: tuple[str, ...] = ()
     tables: tuple[str, ...] = ()
     token_rows: tuple[str, ...] = ()
+    tokens: str = "hidden_states"
     attention_rotary: str = "image_rotary_emb"
     modulation: tuple[str, ...] = ("scale_shift_table",)
     velocity: Callable[[Tensor, Any, Inputs, Constants], Tensor] = as_it_is
@@ -111,3 +121,4 @@ class Parts(NamedTuple):
     depths: tuple[str, ...] = ("num_layers",)
     takes_text_mask: bool = True
     takes_token_times: bool = False
+    packed: bool = False
