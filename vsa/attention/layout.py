@@ -224,13 +224,16 @@ class TileLayout:
         """A whole row `[B, L, ...]` from its video tokens `[B, Lv, ...]` and one tensor per text segment."""
         if not texts:
             return video
-        pieces: list[tuple[int, Tensor]] = []
-        offset = 0
-        for start, stop in self.video_spans:
-            pieces.append((start, video[:, offset : offset + stop - start]))
-            offset += stop - start
-        pieces += [(start, text) for (start, _, _), text in zip(self.text_spans, texts, strict=True)]
-        return torch.cat([piece for _, piece in sorted(pieces, key=lambda item: item[0])], dim=1)
+        # in the order of the segments: a compiled block cannot sort starts, which may be symbols
+        videos, words, pieces, offset = list(self.video_spans), list(texts), [], 0
+        for i, segment in enumerate(self.segments):
+            if not segment.is_video:
+                pieces.append(words.pop(0))
+            elif i == 0 or not self.segments[i - 1].is_video:
+                start, stop = videos.pop(0)
+                pieces.append(video[:, offset : offset + stop - start])
+                offset += stop - start
+        return torch.cat(pieces, dim=1)
 
     def tile_to_tokens(self, x: Tensor) -> Tensor:
         """A per-tile x `[B, Nv, ...]` repeated for each token of its tile, `[B, Lv, ...]`."""

@@ -43,5 +43,5 @@ def fill_model(cfg: DictConfig) -> None:
         own = {key: value for key, value in own.items() if value is not None}
         if "class_name" not in {**sizes, **own}:
             raise ValueError("model.class_name=null: model=diffusers takes a class from init_from, or by its name")
-        sizes = {"config": {}, **sizes}
+        own["config"] = {**sizes.get("config", {}), **own.get("config", {})}
     cfg.model = {**sizes, **own, "_target_": target}

@@ -156,6 +156,7 @@ class LayerBlock(nn.Module):
             out = checkpointed(body, self, groups, call.args[1:], call.kwargs)
         else:
             out = body(self, groups, call.args[1:], call.kwargs)
+        self.attend.groups = ()
         if self.layer < self.num_layers - 1:
             return out
         video, *others = out if isinstance(out, tuple) else (out,)
@@ -164,6 +165,7 @@ class LayerBlock(nn.Module):
 
     def body(self, groups: tuple[Group, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The computation of the block, which `Network.compile_blocks` compiles."""
+        self.attend.groups = groups
         # the parts of a block are those of its class: both middle levels recompute all but the attention operators
         if self.activation_checkpointing in ("attention", "attention_mlp") and torch.is_grad_enabled():
             return checkpointed_except_attention(
@@ -172,10 +174,10 @@ class LayerBlock(nn.Module):
         return self._computed(groups, args, kwargs)
 
     def _computed(self, groups: tuple[Group, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self.attend.groups = groups
-        out = super().forward(*args, **kwargs)
-        self.attend.groups = ()
-        return out
+        if not torch.compiler.is_compiling():
+            # also when the backward pass computes the block again; a graph holds that, and cannot set it there
+            self.attend.groups = groups
+        return super().forward(*args, **kwargs)
 
     def attend_row(self, h: Tensor, tables: Any, ctx: AttnContext) -> Tensor:
         """Self-attention output `[1, L, C]` of a row of video alone, see `Network.self_attention`."""
