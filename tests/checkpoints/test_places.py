@@ -6,7 +6,7 @@ import shutil
 
 from tests.tiny_runs import training  # noqa: F401
 from vsa.checkpoints.run_checkpoint import resolve_checkpoint
-from vsa.checkpoints.weight_source import RunWeights
+from vsa.checkpoints.run_weights import RunWeights
 from vsa.config import build
 
 

@@ -25,12 +25,13 @@ from vsa.checkpoints.golden import write_golden
 from vsa.checkpoints.lora import adapters_of
 from vsa.checkpoints.network_settings import network_of, network_settings
 from vsa.checkpoints.run_checkpoint import resolve_checkpoint
+from vsa.checkpoints.run_weights import RunWeights
 from vsa.checkpoints.sampling_settings import sampling_of_export, sampling_part, write_sampling_part
 from vsa.checkpoints.sparse_config import SPARSE_CONFIG, Grid, SparseAttentionConfig
 from vsa.checkpoints.wan import Layout, attention_of, export_pretrained, method_options, refuse_other_attention
 from vsa.checkpoints.wan_names import is_gate
 from vsa.checkpoints.weight_files import finite, refuse_existing, refuse_other_tensors, some
-from vsa.checkpoints.weight_source import RunWeights, open_network
+from vsa.checkpoints.weight_source import open_network
 from vsa.checkpoints.weights import WeightSource
 from vsa.checkpoints.weights_run import write_weights_run
 from vsa.diffusion.sampler import step_list

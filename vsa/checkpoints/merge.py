@@ -18,10 +18,11 @@ from torch import Tensor
 
 from vsa.attention.full import FullAttention
 from vsa.checkpoints.convert import with_dtypes
+from vsa.checkpoints.run_weights import RunWeights
 from vsa.checkpoints.wan import export_pretrained, gate_names
 from vsa.checkpoints.wan_names import is_gate
 from vsa.checkpoints.weight_files import finite, refuse_existing
-from vsa.checkpoints.weight_source import RunWeights, open_weights
+from vsa.checkpoints.weight_source import open_weights
 from vsa.checkpoints.weights import WeightSource
 from vsa.checkpoints.weights_run import write_weights_run
 from vsa.diffusion.sampler import step_list

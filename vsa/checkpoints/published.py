@@ -14,10 +14,10 @@ from typing import Any
 from vsa.checkpoints.convert import Conversion, convert
 from vsa.checkpoints.places import MANIFEST, PATHS, STARTED_IN
 from vsa.checkpoints.run_checkpoint import Checkpoint
+from vsa.checkpoints.run_weights import Group, RunWeights
 from vsa.checkpoints.sparse_config import SPARSE_CONFIG
 from vsa.checkpoints.wan_config import CLASS_NAME
 from vsa.checkpoints.weight_files import HUB_ID
-from vsa.checkpoints.weight_source import Group, RunWeights
 from vsa.checkpoints.weights_run import write_weights_run
 from vsa.files import read_json, write_whole
 from vsa.places import leaves

@@ -16,7 +16,7 @@ from vsa.attention.sparge.method import SpargeAttention
 from vsa.attention.sparge.tune import Input, Point, Search, tune_layer
 from vsa.attention.sparge.tuned import SHAPE, HeadSettings, Tuned, read_tuned
 from vsa.attention.tiling import Grid
-from vsa.checkpoints.weight_source import Group
+from vsa.checkpoints.run_weights import Group
 from vsa.errors import refuse_unwritable, usable_device
 from vsa.evaluation.comparison.captures import Capture, load_captures
 from vsa.evaluation.comparison.runs import RunModel

@@ -16,9 +16,9 @@ from typing import Any
 
 import yaml
 
+from vsa.checkpoints.run_weights import RunWeights
 from vsa.checkpoints.sampling_settings import sampling_of
 from vsa.checkpoints.weight_files import HUB_ID
-from vsa.checkpoints.weight_source import RunWeights
 from vsa.data.index import USUAL_FPS
 from vsa.data.revisions import open_local_index, phases_of
 from vsa.evaluation.figures import health_curves, loss_curve

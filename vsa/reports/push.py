@@ -10,8 +10,9 @@ from tempfile import TemporaryDirectory
 
 from vsa.checkpoints.published import weights_to_publish, write_published
 from vsa.checkpoints.run_checkpoint import resolve_checkpoint
+from vsa.checkpoints.run_weights import Group
 from vsa.checkpoints.weight_files import HUB_ID, refuse_existing
-from vsa.checkpoints.weight_source import Group, is_run
+from vsa.checkpoints.weight_source import is_run
 from vsa.files import atomic_folder
 from vsa.reports.model_card import CARD, write_card
 from vsa.secrets import without_secrets

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from vsa.attention.denoising import DenoisingPlan
-from vsa.checkpoints.weight_source import Group
+from vsa.checkpoints.run_weights import Group
 from vsa.config import attention_config
 from vsa.data.clip_rules import ClipRules, clip_size
 from vsa.data.prompts import read_prompts, tidy

@@ -15,8 +15,9 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
+from vsa.checkpoints.run_weights import Group
 from vsa.checkpoints.weight_files import finite, read_json
-from vsa.checkpoints.weight_source import Group, is_run, open_weights
+from vsa.checkpoints.weight_source import is_run, open_weights
 from vsa.data.batch import pad_text
 from vsa.data.codecs import Codec, WanVAE, check_frames
 from vsa.data.plan import hash64

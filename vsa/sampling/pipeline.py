@@ -21,9 +21,10 @@ from torch import Tensor
 from vsa.attention.denoising import Denoising, DenoisingPlan, progress_of
 from vsa.attention.kept_tiles import Budget
 from vsa.attention.sparsity import SparsityPoint, SparsitySchedule
+from vsa.checkpoints.run_weights import RunWeights
 from vsa.checkpoints.sampling_settings import sampling_of, sampling_of_export
 from vsa.checkpoints.wan import gate_names
-from vsa.checkpoints.weight_source import PretrainedWeights, RunWeights, open_weights
+from vsa.checkpoints.weight_source import PretrainedWeights, open_weights
 from vsa.checkpoints.weights import WeightSource
 from vsa.config import build, check_targets
 from vsa.data.batch import TextPadding, pad_text

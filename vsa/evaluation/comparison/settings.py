@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from vsa.attention.tiling import Grid
-from vsa.checkpoints.weight_source import Group
+from vsa.checkpoints.run_weights import Group
 from vsa.evaluation.comparison.usual import SPARSITIES
 
 

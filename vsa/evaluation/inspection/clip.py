@@ -13,7 +13,8 @@ from vsa.attention.sparsity import ConstantSparsity
 from vsa.attention.tiling import Grid
 from vsa.checkpoints.exported_sparsity import ExportedSparsity
 from vsa.checkpoints.run_checkpoint import resolve_checkpoint
-from vsa.checkpoints.weight_source import Group, is_run, open_network
+from vsa.checkpoints.run_weights import Group
+from vsa.checkpoints.weight_source import is_run, open_network
 from vsa.config import build, check_targets
 from vsa.data.captions import read_captions
 from vsa.data.clip_rules import ClipRules, clip_size

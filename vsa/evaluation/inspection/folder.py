@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from vsa.attention.pooling import token_places
-from vsa.checkpoints.weight_source import Group, is_run
+from vsa.checkpoints.run_weights import Group
+from vsa.checkpoints.weight_source import is_run
 from vsa.errors import refuse_unwritable, usable_device
 from vsa.evaluation.attention_map import tile_map, token_times, varied_tiles
 from vsa.evaluation.inspection.clip import Clip, check_numbers, check_timesteps, open_clip, open_inspected

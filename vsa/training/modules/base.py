@@ -13,9 +13,9 @@ from torch import Tensor
 from vsa.attention.kept_tiles import KeptTiles
 from vsa.attention.sparsity import SparsityPoint, SparsitySchedule
 from vsa.checkpoints.run_checkpoint import Checkpoint
+from vsa.checkpoints.run_weights import refuse_other_sizes
 from vsa.checkpoints.wan import Gates, gate_names
 from vsa.checkpoints.wan_names import is_gate
-from vsa.checkpoints.weight_source import refuse_other_sizes
 from vsa.data.parallel_dims import ParallelDims, dims_of
 from vsa.diffusion.latent_statistics import LatentStatistics
 from vsa.errors import told_together
