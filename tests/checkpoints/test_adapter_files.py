@@ -85,12 +85,14 @@ def test_diffusers_reads_every_form(form, base, tmp_path):
 
 def test_whole_parameters_and_differences_are_merged(base, tmp_path):
     before = open_weights(base)
-    name = "blocks.0.attn2.to_k"
+    name, table = "blocks.0.attn2.to_k", "blocks.0.scale_shift_table"
     weight, bias = before[f"{name}.weight"], before[f"{name}.bias"]
     changes = {
         "diffusion_model.blocks.0.cross_attn.k.diff": torch.full_like(weight, 0.5),
         "diffusion_model.blocks.0.cross_attn.k.diff_b": torch.full_like(bias, 0.25),
         "diffusion_model.blocks.1.cross_attn.k.set_weight": torch.full_like(weight, 3.0),
+        "diffusion_model.blocks.0.modulation.diff_param": torch.full_like(before[table], 0.5),
+        "transformer.blocks.1.scale_shift_table.set_param": torch.full_like(before[table], 2.0),
         "transformer.proj_out.lora_A.weight": torch.ones(1, 48),
         "transformer.proj_out.lora_B.weight": torch.ones(32, 1),
     }
@@ -99,6 +101,8 @@ def test_whole_parameters_and_differences_are_merged(base, tmp_path):
     assert torch.equal(after[f"{name}.weight"], weight + 0.5)
     assert torch.equal(after[f"{name}.bias"], bias + 0.25)
     assert after["blocks.1.attn2.to_k.weight"].eq(3).all()
+    assert torch.equal(after[table], before[table] + 0.5)
+    assert after["blocks.1.scale_shift_table"].eq(2).all()
     # alpha is the rank where no key says it
     assert torch.equal(after["proj_out.weight"], before["proj_out.weight"] + 1)
 
@@ -108,13 +112,16 @@ def test_whole_parameters_and_differences_are_merged(base, tmp_path):
     [
         (
             {"transformer.blocks.0.attn1.to_k_q.lora_A.weight": (2, 48)},
-            "belongs to no layer .*; the nearest is blocks",
+            r"changes parameters that .* lacks .*to_k_q.weight; the nearest is blocks",
         ),
-        ({"transformer.blocks.0.attn1.to_q.lora_A.weight": (2, 48)}, "lora_A.weight lacks the other half"),
-        ({"transformer.blocks.0.attn1.to_q.dora_scale": (48,)}, "dora_scale is no part of an adapter"),
+        (
+            {"transformer.blocks.0.attn1.to_q.lora_A.weight": (2, 48)},
+            "has one of two factors of blocks.0.attn1.to_q.weight",
+        ),
+        ({"transformer.blocks.0.attn1.to_q.dora_scale": (48,)}, "has keys of no known form .*dora_scale"),
         (
             {f"lora_unet_blocks_0_self_attn_q.lora_{half}.weight": (2, 64) for half in ("up", "down")},
-            r"does not fit .*\(2, 64\).* for blocks.0.attn1.to_q.weight of \(48, 48\)",
+            r"self_attn_q.lora_down.weight has shape \(2, 64\), the model needs \(2, 48\); .*up.* needs \(48, 2\)",
         ),
         ({}, "holds no .safetensors file of adapters"),
     ],
@@ -125,3 +132,9 @@ def test_adapters_of_another_model_are_refused_in_one_line(tensors, message, bas
     with pytest.raises(ValueError, match=message) as caught:
         open_weights(f"{base}+{tmp_path}")
     assert "\n" not in str(caught.value)
+
+
+def test_scales_in_metadata_are_refused(base, tmp_path):
+    save_file({"x": torch.ones(1)}, tmp_path / "x.safetensors", {"lora_adapter_metadata": "{}"})
+    with pytest.raises(ValueError, match="has its scales in its metadata: load it by load_lora_weights"):
+        open_weights(f"{base}+{tmp_path / 'x.safetensors'}")

@@ -8,16 +8,14 @@ below `transformer.`; `comfyui` has Wan's below `diffusion_model.`, with `.alpha
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Mapping
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from vsa.checkpoints.held_files import nearest
+from vsa.checkpoints.adapter_changes import AdapterChanges
 from vsa.checkpoints.lora import LowRank
 from vsa.checkpoints.sparse_config import (
     SPARSE_CONFIG,
@@ -27,7 +25,7 @@ from vsa.checkpoints.sparse_config import (
     write_sparse_config,
 )
 from vsa.checkpoints.wan import attention_of
-from vsa.checkpoints.wan_names import diffusers_to_wan, is_gate
+from vsa.checkpoints.wan_names import diffusers_to_wan
 from vsa.checkpoints.weight_files import TensorFiles, refuse_existing, save_tensors
 from vsa.checkpoints.weights import WeightSource
 from vsa.data.pretrained import weights_digest
@@ -36,19 +34,6 @@ from vsa.models.network import Network
 
 AdapterForm = Literal["diffusers", "comfyui", "musubi"]
 FILE, GATES_FILE = "pytorch_lora_weights.safetensors", "gates.safetensors"
-
-_PREFIXES = ("base_model.model.", "model.diffusion_model.", "diffusion_model.", "transformer.", "lora_unet_")
-_PARTS = {
-    "a": r"lora_A(?:\.default)?\.weight|lora_down\.weight",
-    "b": r"lora_B(?:\.default)?\.weight|lora_up\.weight",
-    "alpha": "alpha",
-    "diff": "diff",
-    "diff_b": "diff_b",
-    "set": "set_weight",
-    "weight": "weight",
-    "bias": "bias",
-}
-_PART = re.compile(r"(.*?)\.(?:" + "|".join(f"(?P<{name}>{key})" for name, key in _PARTS.items()) + ")$")
 
 
 def write_adapters(
@@ -101,12 +86,8 @@ def write_adapters(
 def _module_name(module: str, form: AdapterForm) -> str:
     if form == "diffusers":
         return f"transformer.{module}"
-    wan = _wan_module(module)
+    wan = diffusers_to_wan(f"{module}.weight").removesuffix(".weight")
     return f"diffusion_model.{wan}" if form == "comfyui" else f"lora_unet_{wan.replace('.', '_')}"
-
-
-def _wan_module(module: str) -> str:
-    return diffusers_to_wan(f"{module}.weight").removesuffix(".weight")
 
 
 class AdaptedWeights(WeightSource):
@@ -117,7 +98,7 @@ class AdaptedWeights(WeightSource):
         place: file, or folder of `write_adapters`.
 
     Raises:
-        ValueError: a key of the file belongs to no layer of the base.
+        ValueError: a key of the file is none of an adapter of the base.
     """
 
     def __init__(self, base: WeightSource, place: Path):
@@ -126,81 +107,18 @@ class AdaptedWeights(WeightSource):
         names = sorted(file.name for file in place.glob("*.safetensors")) if place.is_dir() else [place.name]
         if not names:
             raise ValueError(f"{place} holds no .safetensors file of adapters")
-        own = TensorFiles(folder, names)
-        # parts of a file by parameter name
-        self._parts: dict[str, dict[str, str]] = {}
-        for key in own.keys:
-            parameter, part = self._place_of(key)
-            self._parts.setdefault(parameter, {})[part] = key
-        for parameter, parts in self._parts.items():
-            if ("a" in parts) != ("b" in parts):
-                raise ValueError(f"{place}: {next(iter(parts.values()))} lacks the other half of its adapter")
-            self._refuse_shape(own, parameter, parts)
-        gates = {name: next(iter(parts.values())) for name, parts in self._parts.items() if name not in base}
-        self._own, self._gates = own, gates
-        super().__init__(f"{base.source}+{place}", base.files, {name: name for name in (*base, *gates)}, base.state)
-
-    def _refuse_shape(self, own: TensorFiles, parameter: str, parts: Mapping[str, str]) -> None:
-        if parameter not in self._base:
-            return
-        shape = self._base.shapes[parameter]
-        theirs = {key: own.shape(key) for part, key in parts.items() if part != "alpha"}
-        if "a" in parts:
-            (b, a) = (own.shape(parts[part]) for part in "ba")
-            fits = len(a) == len(b) == 2 and (b[0], a[1]) == shape and a[0] == b[1]
-        else:
-            fits = all(other == shape for other in theirs.values())
-        if not fits:
-            raise ValueError(f"{self._place} does not fit {self._base.name}: {theirs} for {parameter} of {shape}")
-
-    @cached_property
-    def _modules(self) -> dict[str, str]:
-        """Modules of the base by every name that a file may have for them."""
-        modules = {name.rpartition(".")[0] for name in self._base}
-        known = {module: module for module in modules}
-        for module in modules:
-            try:
-                wan = _wan_module(module)
-            except ValueError:
-                continue
-            known |= {wan: module, wan.replace(".", "_"): module, module.replace(".", "_"): module}
-        return known
-
-    def _place_of(self, key: str) -> tuple[str, str]:
-        """Parameter that a key of a file changes, and which part of the change it is."""
-        match = _PART.match(key)
-        if match is None:
-            raise ValueError(
-                f"{self._place}: {key} is no part of an adapter (lora_A, lora_down, alpha, diff, set_weight)"
-            )
-        part = next(name for name in _PARTS if match[name])
-        module = match[1]
-        for prefix in _PREFIXES:
-            module = module.removeprefix(prefix)
-        parameter = "bias" if part in ("diff_b", "bias") else "weight"
-        if is_gate(f"{module}.{parameter}"):
-            return f"{module}.{parameter}", part
-        if module not in self._modules:
-            raise ValueError(
-                f"{self._place}: {key} belongs to no layer of {self._base.name}{nearest(module, self._modules)}"
-            )
-        return f"{self._modules[module]}.{parameter}", part
+        self._own = TensorFiles(folder, names)
+        self._changes = AdapterChanges(self._own, base.shapes, str(place), base.name)
+        super().__init__(
+            f"{base.source}+{place}", base.files, {name: name for name in (*base, *self._changes.new)}, base.state
+        )
 
     def _read(self, name: str) -> Tensor:
-        parts = self._parts.get(name, {})
-        if name in self._gates:
-            return self._own.read(self._gates[name])
-        value = self._base[name]
-        read = {part: self._own.read(key).float() for part, key in parts.items()}
-        for part in ("set", "weight", "bias"):
-            if part in read:
-                return read[part].to(value.dtype)
-        if "a" in read:
-            scale = float(read["alpha"]) / len(read["a"]) if "alpha" in read else 1.0
-            value = value + (scale * torch.mm(read["b"], read["a"])).to(value.dtype)
-        for part in ("diff", "diff_b"):
-            value = value + read[part].to(value.dtype) if part in read else value
-        return value
+        if name not in self._changes:
+            return self._base[name]
+        gate = self._changes.new.get(name)
+        value = self._base[name] if gate is None else torch.zeros(gate, dtype=self.dtypes[name])
+        return self._changes.changed(name, value)
 
     def _rows(self, name: str, start: int, stop: int) -> Tensor:
         return self[name][start:stop]
@@ -211,11 +129,13 @@ class AdaptedWeights(WeightSource):
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        return self._base.shapes | {name: self._own.shape(key) for name, key in self._gates.items()}
+        return self._base.shapes | self._changes.new
 
     @property
     def dtypes(self) -> dict[str, torch.dtype]:
-        return self._base.dtypes | {name: self._own.dtype(key) for name, key in self._gates.items()}
+        return self._base.dtypes | {
+            name: self._own.dtype(key) for name in self._changes.new for key in self._changes[name].values()
+        }
 
     @property
     def digest(self) -> str:
@@ -232,12 +152,12 @@ class AdaptedWeights(WeightSource):
 
     @property
     def sparse(self) -> SparseAttentionConfig | None:
-        if self._gates and has_sparse_config(self._own.folder):
+        if self._changes.new and has_sparse_config(self._own.folder):
             return read_sparse_config(self._own.folder)
         return self._base.sparse
 
     def network(self, **options: Any) -> Network:
-        if self._gates and not options.get("attention"):
+        if self._changes.new and not options.get("attention"):
             if self.sparse is None:
                 raise ValueError(f"{self._place} has gates but no {SPARSE_CONFIG} beside it")
             options["attention"] = attention_of(self.sparse, options.pop("backend", None))
