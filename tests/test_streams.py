@@ -97,7 +97,7 @@ words = dict(zip(COMMANDS, [""] * len(COMMANDS)))
 words |= dict(sweep="topk", replay="x", encode="x y", latents="x y z", sample="x", evaluate="x", inspect="x y",
               convert="x y", push="x y", merge="x y --sparse x --few-step x", report="x", toy="x", tiles="4 4 4",
               simulate="4 4 4 --window 2 2 2", config="model")
-words |= {"verify-export": "x", "check-data": "x"}
+words |= {"verify-export": "x", "certify": "x", "check-data": "x"}
 for name, text in words.items():
     print(name, file=sys.stderr)
     try:

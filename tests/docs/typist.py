@@ -48,6 +48,7 @@ OTHERS = {
     "latents": ("--device", "cpu", "--size", "64", "64", "--frames", "9", "--steps", "2"),
     "evaluate": ("--device", "cpu", "--steps", "2", "--min-psnr", "0"),
     "sample": ("--steps", "2"),
+    "certify": ("--device", "cpu", "--steps", "2", "--timesteps", "500", "--repeats", "1", "--latents", "3", "8", "8"),
     "inspect": ("--layers", "0", "--timesteps", "500"),
     "benchmarks.toy.score": ("--steps", "2", "--clips", "2"),
 }

@@ -36,6 +36,7 @@ COMMANDS = {
     "push": "vsa.cli.push:push",
     "merge": "vsa.cli.merge:merge",
     "verify-export": "vsa.cli.verify_export:verify_export",
+    "certify": "vsa.cli.certify:certify",
     "report": "vsa.cli.report:report",
     "toy": "vsa.cli.toy:toy",
     "check-data": "vsa.cli.check_data:check_data",

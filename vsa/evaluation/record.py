@@ -14,15 +14,16 @@ from vsa.secrets import without_secrets
 
 def write_record(path: Path, record: Mapping[str, Any]) -> None:
     """Write a record as JSON without secrets; infinity and NaN, which JSON cannot express, become strings."""
-    text = json.dumps(_plain(record), indent=1, allow_nan=False)
+    text = json.dumps(plain(record), indent=1, allow_nan=False)
     write_whole(path, without_secrets(text, named=False) + "\n")
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """A value as JSON holds it: infinity and NaN become strings."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, Mapping):
-        return {key: _plain(inner) for key, inner in value.items()}
+        return {key: plain(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(inner) for inner in value]
+        return [plain(inner) for inner in value]
     return value

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any, NamedTuple
 
@@ -84,14 +84,28 @@ def numbers_of(clips: Sampled, dense: Sampled | None) -> dict[str, Any]:
         return numbers
     clip_psnr = [psnr(*pair) for pair in zip(clips.videos, dense.videos, strict=True)]
     clip_cosine = [_cosine(*pair) for pair in zip(clips.latents, dense.latents, strict=True)]
+    clip_ssim = list(map(ssim, clips.videos, dense.videos))
+    return numbers | _means(clip_psnr, clip_cosine, clip_ssim)
+
+
+def joined(parts: Sequence[Denoised]) -> Denoised:
+    """One `Denoised` of a method from those of its prompts, one each; without their frames."""
+    numbers = {"density": fmean(part.density for part in parts), "seconds": sum(part.seconds for part in parts)}
+    if parts[0].clip_psnr:
+        clip_psnr, clip_cosine = ([x for part in parts for x in getattr(part, n)] for n in ("clip_psnr", "clip_cosine"))
+        numbers |= _means(clip_psnr, clip_cosine, [part.ssim or 0.0 for part in parts])
+    return replace(parts[0], **numbers, frames=parts[0].frames[:0])
+
+
+def _means(clip_psnr: Sequence[float], clip_cosine: Sequence[float], clip_ssim: Sequence[float]) -> dict[str, Any]:
+    """The numbers of a `Denoised` that compare its clips with the dense ones."""
+    numbers: dict[str, Any] = {"clip_psnr": clip_psnr, "clip_cosine": clip_cosine, "ssim": fmean(clip_ssim)}
     # a mean of decibels would be infinite with one equal clip
     errors = _errors(clip_psnr)
     if len(errors) > 1:
         numbers["psnr_high"], numbers["psnr_low"] = map(_decibels, mean_interval(errors))
         numbers["cosine_low"], numbers["cosine_high"] = mean_interval(clip_cosine)
-    numbers |= {"psnr": _decibels(fmean(errors)), "cosine": fmean(clip_cosine)}
-    numbers["ssim"] = fmean(map(ssim, clips.videos, dense.videos))
-    return {**numbers, "clip_psnr": clip_psnr, "clip_cosine": clip_cosine}
+    return numbers | {"psnr": _decibels(fmean(errors)), "cosine": fmean(clip_cosine)}
 
 
 def is_closer(first: Denoised, second: Denoised) -> bool:

@@ -41,7 +41,7 @@ from vsa.evaluation.comparison.synthetic import draw_captures
 from vsa.evaluation.comparison.terminal import print_results
 from vsa.evaluation.comparison.usual import usual_on
 from vsa.evaluation.follow import held_out_prompts
-from vsa.evaluation.inspection.clip import check_numbers, check_timesteps, clip_names, open_inspected
+from vsa.evaluation.inspection.clip import Clip, check_numbers, check_timesteps, clip_names, open_inspected
 from vsa.evaluation.record import write_record
 from vsa.files import refuse_others
 from vsa.integrations.diffusers.pipeline import open_pipeline
@@ -87,10 +87,14 @@ def compare_attention(asked: CompareSettings) -> Path:
         methods, notes = usual_on(grid, asked.sparsities, tile)
     plan = DenoisingPlan() if model is None else model.prepare(methods, asked)
     if model is not None and asked.clips is not None:
-        captures = _capture(model, asked.clips, asked)
+        captures = capture_clips(model, clip_names(asked.clips, asked.most_clips), asked)
     if captures is not None and asked.save is not None:
         save_captures(captures, asked.save)
-    rows = [] if captures is None else _measure(captures, methods, asked, device, getattr(torch, dtype))
+    rows: list[Row] = []
+    if captures is not None:
+        # the model's own method too, where its gates are known
+        own = [] if captures.attention is None else [_as_trained(captures.attention)]
+        rows = measure_captures(captures, [*methods, *own], asked, device, getattr(torch, dtype))
     denoised, sampling = [], {}
     if model is not None and asked.prompts:
         sampling, every = model.sampling(), [*methods, *model.own]
@@ -156,24 +160,25 @@ def _given_captures(asked: CompareSettings, device: str) -> Captures:
     return draw_captures(asked.synthetic, heads=asked.heads, head_dim=asked.head_dim, seed=asked.seed, device=device)
 
 
-def _capture(model: ComparedModel, clips: str, asked: CompareSettings) -> Captures:
-    """q, k and v of clips."""
+def _as_trained(config: Mapping[str, Any]) -> Method:
+    return Method(label=AS_TRAINED, family=AS_TRAINED, config=config, trained=True)
+
+
+def capture_clips(model: ComparedModel, clips: Sequence[str | Clip], asked: CompareSettings) -> Captures:
+    """q, k and v of clips or their files, in the layers and at the timesteps that are asked for."""
     count = model.num_layers
     layers = (0, count // 2, count - 1) if asked.layers is None else asked.layers
     check_numbers("layers", sorted(set(layers)), count, model.source)
     check_timesteps(asked.timesteps)
-    opened = [model.open_clip(name) for name in clip_names(clips, asked.most_clips)]
+    opened = [model.open_clip(clip) if isinstance(clip, str) else clip for clip in clips]
     with progress_bar("capturing", len(opened) * len(asked.timesteps), transient=True) as advance:
         return model.capture(opened, layers=layers, timesteps=asked.timesteps, seed=asked.seed, progress=advance)
 
 
-def _measure(
+def measure_captures(
     captures: Captures, methods: Sequence[Method], asked: CompareSettings, device: str, dtype: torch.dtype
 ) -> list[Row]:
-    """Each method on each capture, with the model's own method where its gates are known."""
-    if captures.attention is not None:
-        own = Method(label=AS_TRAINED, family=AS_TRAINED, config=captures.attention, trained=True)
-        methods = [*methods, own]
+    """Each method on each capture."""
     rows: list[Row] = []
     with progress_bar("comparing", len(captures.items) * len(methods), transient=True) as advance:
         for item in captures.items:

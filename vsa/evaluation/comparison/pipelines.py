@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -41,6 +41,9 @@ from vsa.integrations.diffusers.pipeline import (
 )
 from vsa.machine import seconds_now
 from vsa.sampling.pipeline import clip_seeds
+
+Watcher = Callable[..., None]
+"""Function of a layer's method and what `Keep` gets."""
 
 
 class PipelineModel(ComparedModel):
@@ -86,7 +89,7 @@ class PipelineModel(ComparedModel):
         def forward(timestep: float, keep: Keep) -> None:
             model, level = transformer_at(self.pipe, timestep), torch.full((1,), timestep, device=latents.device)
             x_t = add_noise(latents, noise, level / TIMESTEP_SCALE).to(model.dtype)
-            with attending([model], lambda **layer: Watched(FullAttention(**layer), keep)):
+            with self._capturing(lambda _, *rest: keep(*rest)):
                 model(hidden_states=x_t, timestep=level, encoder_hidden_states=text.to(model.dtype))
 
         return forward
@@ -110,16 +113,24 @@ class PipelineModel(ComparedModel):
     def sample(
         self, method: Method, prompts: Sequence[str], plan: DenoisingPlan | None, progress: Callable[[int], None]
     ) -> Sampled:
-        followed = (plan or DenoisingPlan()).for_method(selects=method.selects, predicts=method.predicts)
-        budget = {"topk": method.topk, "sparsity": method.sparsity, "denoising": followed}
         models, seeds = transformers(self.pipe), clip_seeds(self.seed, prompts).tolist()
         densities, clock, latents = _Densities(), _Clock(), []
-        with clock.of(models), attending(models, partial(_watched, method, densities), **budget):
+        with clock.of(models), self._attending(method, plan, densities.add):
             videos = generate_videos(
                 self.pipe, prompts, seeds=seeds, progress=progress, keep=latents.append, **self.settings._asdict()
             )
         # seconds of the passes of the transformers, without what measuring the densities takes
         return Sampled(videos, torch.cat(latents), fmean(densities.calls), clock.seconds - densities.seconds)
+
+    def _capturing(self, add: Watcher) -> AbstractContextManager[None]:
+        """The attention whose q, k and v are captured, each of whose calls is passed to `add`."""
+        return attending(transformers(self.pipe), lambda **layer: watched(FullAttention(**layer), add))
+
+    def _attending(self, method: Method, plan: DenoisingPlan | None, add: Watcher) -> AbstractContextManager[None]:
+        """A method in the transformers, each of whose calls is passed to `add`."""
+        followed = (plan or DenoisingPlan()).for_method(selects=method.selects, predicts=method.predicts)
+        budget = {"topk": method.topk, "sparsity": method.sparsity, "denoising": followed}
+        return attending(transformers(self.pipe), lambda **layer: watched(method.make(**layer), add), **budget)
 
     def sampling(self) -> Mapping[str, Any]:
         weights = f"diffusers, {transformers(self.pipe)[0].dtype}".replace("torch.", "")
@@ -150,9 +161,9 @@ def attending(models: Sequence[Any], factory: Callable[..., AttentionMethod], **
         yield
 
 
-def _watched(method: Method, densities: _Densities, **layer: Any) -> Watched:
-    attention = method.make(**layer)
-    return Watched(attention, partial(densities.add, attention))
+def watched(attention: AttentionMethod, add: Watcher) -> Watched:
+    """A method whose calls are passed to `add`, the method itself first."""
+    return Watched(attention, partial(add, attention))
 
 
 class _Densities:

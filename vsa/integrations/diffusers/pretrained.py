@@ -63,21 +63,7 @@ def load_sparse(
     weights = WeightFiles(folder)
     refuse_key_difference(config.gate_keys, [key for key in weights.keys if is_gate(key)], str(folder))
     if transformer is None:
-        import diffusers
-        from diffusers.utils import logging
-
-        # raises for Wan's original layout, which diffusers would read as another size
-        name = network_settings(read_json(folder / "config.json")).get("class_name", CLASS_NAME)
-        if name not in FAMILIES:
-            raise ValueError(f"{folder / 'config.json'}: _class_name must be one of {', '.join(FAMILIES)}, got {name}")
-        verbosity = logging.get_verbosity()
-        logging.set_verbosity_error()
-        try:
-            transformer = getattr(diffusers, name).from_pretrained(folder, dtype=dtype)
-        finally:
-            logging.set_verbosity(verbosity)
-        for name, parameter in transformer.named_parameters():
-            finite(parameter.detach(), name, str(folder))
+        transformer = load_plain(folder, dtype)
     family = family_of(transformer)
     num_layers = len(family.blocks(transformer))
     if config.num_layers != num_layers:
@@ -99,6 +85,34 @@ def load_sparse(
         # restores the caller's model
         remove(transformer)
         raise
+    return transformer
+
+
+def load_plain(folder: Path, dtype: torch.dtype | None = None) -> Any:
+    """The transformer of a folder by diffusers' own class, without the gates of a sparse checkpoint.
+
+    Args:
+        folder: folder with `config.json` and weights.
+        dtype: dtype of the weights; None: diffusers' choice.
+
+    Raises:
+        ValueError: another class than those of `families.FAMILIES`, or a weight that is not finite.
+    """
+    import diffusers
+    from diffusers.utils import logging
+
+    # raises for Wan's original layout, which diffusers would read as another size
+    name = network_settings(read_json(folder / "config.json")).get("class_name", CLASS_NAME)
+    if name not in FAMILIES:
+        raise ValueError(f"{folder / 'config.json'}: _class_name must be one of {', '.join(FAMILIES)}, got {name}")
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        transformer = getattr(diffusers, name).from_pretrained(folder, dtype=dtype)
+    finally:
+        logging.set_verbosity(verbosity)
+    for name, parameter in transformer.named_parameters():
+        finite(parameter.detach(), name, str(folder))
     return transformer
 
 

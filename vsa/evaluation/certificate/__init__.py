@@ -1,0 +1,1 @@
+"""`vsa certify`: what a model is with sparse attention, measured where its weights are."""

@@ -1,0 +1,209 @@
+"""`vsa certify`: parity, step time, recall and paired renders of a model with sparse attention, as a page and JSON.
+
+Every result is a file, so that the same command after an interruption measures only what is missing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from vsa.checkpoints.weight_files import read_json
+from vsa.errors import refuse_unwritable
+from vsa.evaluation.certificate.subject import RECALL, RENDERS, CertifySettings, Subject
+from vsa.evaluation.certificate.transformer import Transformer
+from vsa.evaluation.comparison.agreement import SHOWN_PROMPTS, Denoised, joined
+from vsa.evaluation.comparison.figures import denoising_table, number, result_table, share
+from vsa.evaluation.comparison.measure import Row
+from vsa.evaluation.record import plain, write_record
+from vsa.files import refuse_others
+from vsa.pages.page import Page, Table
+
+PAGE, DATA, RECORD, MAKER = "certificate.html", "certificate", "certificate.json", "vsa certify"
+STEP = "step time"
+SAMPLING = ("steps", "guidance", "flow_shift")
+CAREFUL = (
+    "Parity and step time are of random inputs at half noise, in eager mode; recall and renders are of the prompts or "
+    "clips that were given, and hold for these.",
+    "Dense means dense attention with the same weights, also for a model that was trained with sparse attention.",
+)
+
+
+def certify(asked: CertifySettings) -> Path:
+    """Certify a model; returns the path of the page.
+
+    Raises:
+        ValueError: bad input, or outputs that should be equal and are not, after the page is written.
+    """
+    local = Path(asked.model).exists()
+    name = f"{Path(asked.model).resolve().name}-certificate"
+    out = asked.out or (Path(asked.model).resolve().parent / name if local else Path(name))
+    refuse_unwritable(out)
+    refuse_others(out, (RECORD, PAGE), MAKER, "--out")
+    subject = Subject(asked)
+    parts = _Parts(out / DATA, subject.identity())
+    results: dict[str, Any] = {"parity": {}}
+    missing = dict(subject.missing)
+    for key, transformer in subject.transformers.items():
+        results["parity"][key] = parts.get(f"parity-{key}", {}, partial(_parity, transformer), keep=_passed)
+    failed, weak = _judged(results["parity"])
+    if failed:
+        missing = dict.fromkeys((STEP, RECALL, RENDERS), "the model fails parity")
+    if STEP not in missing:
+        first = next(iter(subject.transformers.values()))
+        results["step_ms"] = parts.get("step", {"repeats": asked.repeats}, partial(first.step_ms, asked.repeats))
+    sampling = {name: getattr(asked, name) for name in ("steps", "guidance", "flow_shift")}
+    if RECALL not in missing:
+        names = ("clips", "most_clips", "layers", "timesteps", "queries", "repeats")
+        own = sampling | {name: getattr(asked, name) for name in names} | {"prompts": subject.prompts[:1]}
+        results["recall"] = parts.get("recall", own, subject.recall)
+    if RENDERS not in missing:
+        results["renders"] = {
+            prompt: parts.get(
+                _name(prompt), sampling | {"prompt": prompt}, partial(subject.render, prompt, out / _picture(prompt))
+            )
+            for prompt in subject.prompts
+        }
+    facts, sentences = subject.facts(), [f"{part}: {reason}" for part, reason in missing.items()]
+    write_record(out / RECORD, {"made_by": MAKER, "facts": facts, **results, "failed": failed, "missing": sentences})
+    page = _write(out, facts, results, [*failed, *weak], sentences)
+    if failed:
+        raise ValueError(f"{asked.model} fails parity ({page}): {'; '.join(failed)}")
+    print(*weak, *sentences, sep="\n", end="\n" if weak or sentences else "")
+    return page
+
+
+class _Parts:
+    """Results in files, each with the settings that it depends on."""
+
+    def __init__(self, folder: Path, identity: Mapping[str, Any]):
+        self.folder, self.identity = folder, identity
+
+    def get(
+        self,
+        name: str,
+        settings: Mapping[str, Any],
+        measure: Callable[[], Any],
+        keep: Callable[[Any], bool] = lambda _: True,
+    ) -> Any:
+        """The result of a file of equal settings, else that of `measure`, which is written if it is to be kept."""
+        path, own = self.folder / f"{name}.json", json.loads(json.dumps({**self.identity, **settings}))
+        if path.is_file() and (stored := read_json(path)).get("settings") == own and "result" in stored:
+            print(f"{name}: measured before, {path}")
+            return stored["result"]
+        print(f"{name}: measuring")
+        # as it is read later
+        result = json.loads(json.dumps(plain(measure())))
+        if keep(result):
+            write_record(path, {"settings": own, "result": result})
+        return result
+
+
+def _parity(transformer: Transformer) -> dict[str, Any]:
+    checks, control = transformer.parity()
+    return {"checks": [check._asdict() for check in checks], "sparse_difference": control}
+
+
+def _judged(parity: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+    """Sentences on the checks that failed, and on those that could hardly fail."""
+    failed, weak = [], []
+    for key, result in parity.items():
+        for check in filter(_failed, result["checks"]):
+            failed.append(f"{key}: {check['name']}: {float(check['error']):.2e}, more than {check['tolerance']:g}")
+        tolerance, apart = max(check["tolerance"] for check in result["checks"]), float(result["sparse_difference"])
+        if not apart > tolerance:
+            weak.append(
+                f"{key}: parity says little, because the sparse output is within the tolerance too ({apart:.2e} of "
+                f"{tolerance:g}): --dtype float32 tells more"
+            )
+    return failed, weak
+
+
+def _failed(check: Mapping[str, Any]) -> bool:
+    # a NaN fails; it is text in JSON
+    return not float(check["error"]) <= check["tolerance"]
+
+
+def _passed(result: Mapping[str, Any]) -> bool:
+    return not any(map(_failed, result["checks"]))
+
+
+def _name(prompt: str) -> str:
+    return f"render-{hashlib.blake2b(prompt.encode(), digest_size=6).hexdigest()}"
+
+
+def _picture(prompt: str) -> str:
+    return f"{DATA}/{_name(prompt)}.png"
+
+
+def _write(
+    out: Path, facts: Mapping[str, str], results: Mapping[str, Any], warnings: Sequence[str], missing: Sequence[str]
+) -> Path:
+    page = Page(out / PAGE, title="Certificate", facts=facts, warnings=[*warnings, *CAREFUL], folder=DATA)
+    page.table(_parity_table(results["parity"]))
+    if "step_ms" in results:
+        page.table(_time_table(results["step_ms"]))
+    if "recall" in results:
+        rows = [Row(**{k: v for k, v in row.items() if k != "recall_p5"}) for row in results["recall"]]
+        sparse = [row for row in rows if row.method != rows[0].method]
+        heads = [
+            (row.capture, row.layer, row.timestep, head, value)
+            for row in sparse
+            for head, value in enumerate(row.head_recall or ())
+        ]
+        data = page.csv("heads", ("clip", "layer", "timestep", "head", "recall"), heads)
+        page.table(_recall_table(sparse), data=data)
+        page.table(result_table(rows, "Attention alone", "Means over clips, layers and timesteps."))
+    if "renders" in results:
+        denoised = [joined(list(map(_denoised, own))) for own in zip(*results["renders"].values(), strict=True)]
+        note = f"Prompts: {len(results['renders'])}, each from the same noise, dense and sparse."
+        page.table(denoising_table(denoised, note))
+        for prompt in list(results["renders"])[:SHOWN_PROMPTS]:
+            page.picture("Clips", "Dense above, sparse below.", out / _picture(prompt))
+    page.missing(missing)
+    return page.write(f"Every number in {RECORD}, the results in {DATA}/")
+
+
+def _denoised(values: Mapping[str, Any]) -> Denoised:
+    # infinity is text in JSON
+    psnr = [float(value) for value in values["clip_psnr"]]
+    return Denoised(**{**values, "clip_psnr": psnr, "frames": torch.empty(0)})
+
+
+def _parity_table(parity: Mapping[str, Any]) -> Table:
+    rows = [
+        [key, c["name"], f"{float(c['error']):.2e}", f"{c['tolerance']:g}", "FAILED" if _failed(c) else "ok"]
+        for key, result in parity.items()
+        for c in result["checks"]
+    ]
+    apart = "; ".join(f"{key} {float(result['sparse_difference']):.2e}" for key, result in parity.items())
+    note = f"Largest difference relative to the largest value. For scale, sparse against dense output: {apart}."
+    return Table(["transformer", "compared", "difference", "tolerance", ""], rows, title="Parity", note=note, long=[1])
+
+
+def _time_table(times: Mapping[str, Sequence[float]]) -> Table:
+    dense = median(times["dense"])
+    rows = [
+        [name, number(median(ms), 4), f"{number(min(ms), 4)} to {number(max(ms), 4)}", f"{dense / median(ms):.2f}"]
+        for name, ms in times.items()
+    ]
+    note = f"One forward of one clip, median of {len(times['dense'])}; guidance takes two."
+    return Table(["attention", "ms", "from, to", "speed-up"], rows, title="Step time", note=note)
+
+
+def _recall_table(rows: Sequence[Row]) -> Table:
+    headings = ["clip", "layer", "timestep", ("mean", "over the heads"), ("p5", "5th percentile of the heads"), "least"]
+    cells = []
+    for row in rows:
+        heads = row.head_recall or ()
+        values = (row.recall, row.recall_p5, min(heads, default=None))
+        cells.append([row.capture, str(row.layer), f"{row.timestep:g}", *map(share, values)])
+    note = "Share of the exact attention weights on the pairs that are computed, by layer and timestep (1000 is noise)."
+    return Table(headings, cells, title="Recall by head", note=note, long=[0])
