@@ -165,7 +165,7 @@ def test_a_damaged_weight_fails(export, tmp_path, monkeypatch):
     tensors["blocks.1.attn1.to_v.weight"][0] += 1
     save_file(tensors, damaged / WEIGHTS)
     with pytest.raises(ValueError, match=r"damaged fails parity .*: transformer: golden tensors, layer 1 the worst: "):
-        certify(settings(damaged))
+        run_command(certify_command, damaged, "--device", "cpu")
     page = tmp_path / "damaged-certificate" / "certificate.html"
     assert "FAILED" in page.read_text()
     record = record_of(page)
@@ -185,8 +185,9 @@ def test_a_damaged_weight_fails(export, tmp_path, monkeypatch):
 def test_parity_compares_what_it_says(export, state, monkeypatch):
     """The sparse model in place of the one that keeps all tiles."""
     monkeypatch.setattr(transformer.Transformer, state, transformer.Transformer._sparse)
-    checks, _ = Subject(settings(export)).transformers["transformer"].parity()
-    assert [check.error > 1e-2 for check in checks] == [state == "_whole", state == "_gated", False]
+    checks = Subject(settings(export)).transformers["transformer"].parity()["checks"]
+    assert [check["error"] > 1e-2 for check in checks] == [check["failed"] for check in checks]
+    assert [check["failed"] for check in checks] == [state == "_whole", state == "_gated", False]
 
 
 def test_other_families_get_what_is_known_of_them(tmp_path):

@@ -18,7 +18,6 @@ import torch
 from vsa.checkpoints.weight_files import read_json
 from vsa.errors import refuse_unwritable
 from vsa.evaluation.certificate.subject import RECALL, RENDERS, CertifySettings, Subject
-from vsa.evaluation.certificate.transformer import Transformer
 from vsa.evaluation.comparison.agreement import SHOWN_PROMPTS, Denoised, joined
 from vsa.evaluation.comparison.figures import denoising_table, number, result_table, share
 from vsa.evaluation.comparison.measure import Row
@@ -52,9 +51,12 @@ def certify(asked: CertifySettings) -> Path:
     results: dict[str, Any] = {"parity": {}}
     missing = dict(subject.missing)
     for key, transformer in subject.transformers.items():
-        results["parity"][key] = parts.get(f"parity-{key}", {}, partial(_parity, transformer), keep=_passed)
+        results["parity"][key] = parts.get(f"parity-{key}", {}, transformer.parity)
     failed, weak = _judged(results["parity"])
     if failed:
+        # the next command measures it again
+        for key in results["parity"]:
+            (parts.folder / f"parity-{key}.json").unlink()
         missing = dict.fromkeys((STEP, RECALL, RENDERS), "the model fails parity")
     if STEP not in missing:
         first = next(iter(subject.transformers.values()))
@@ -86,14 +88,8 @@ class _Parts:
     def __init__(self, folder: Path, identity: Mapping[str, Any]):
         self.folder, self.identity = folder, identity
 
-    def get(
-        self,
-        name: str,
-        settings: Mapping[str, Any],
-        measure: Callable[[], Any],
-        keep: Callable[[Any], bool] = lambda _: True,
-    ) -> Any:
-        """The result of a file of equal settings, else that of `measure`, which is written if it is to be kept."""
+    def get(self, name: str, settings: Mapping[str, Any], measure: Callable[[], Any]) -> Any:
+        """The result of a file of equal settings, else that of `measure`, which becomes the file."""
         path, own = self.folder / f"{name}.json", json.loads(json.dumps({**self.identity, **settings}))
         if path.is_file() and (stored := read_json(path)).get("settings") == own and "result" in stored:
             print(f"{name}: measured before, {path}")
@@ -101,22 +97,18 @@ class _Parts:
         print(f"{name}: measuring")
         # as it is read later
         result = json.loads(json.dumps(plain(measure())))
-        if keep(result):
-            write_record(path, {"settings": own, "result": result})
+        write_record(path, {"settings": own, "result": result})
         return result
-
-
-def _parity(transformer: Transformer) -> dict[str, Any]:
-    checks, control = transformer.parity()
-    return {"checks": [check._asdict() for check in checks], "sparse_difference": control}
 
 
 def _judged(parity: Mapping[str, Any]) -> tuple[list[str], list[str]]:
     """Sentences on the checks that failed, and on those that could hardly fail."""
     failed, weak = [], []
     for key, result in parity.items():
-        for check in filter(_failed, result["checks"]):
-            failed.append(f"{key}: {check['name']}: {float(check['error']):.2e}, more than {check['tolerance']:g}")
+        for check in result["checks"]:
+            if check["failed"]:
+                line = f"{float(check['error']):.2e}, more than {check['tolerance']:g}"
+                failed.append(f"{key}: {check['compared']}: {line}")
         tolerance, apart = max(check["tolerance"] for check in result["checks"]), float(result["sparse_difference"])
         if not apart > tolerance:
             weak.append(
@@ -124,15 +116,6 @@ def _judged(parity: Mapping[str, Any]) -> tuple[list[str], list[str]]:
                 f"{tolerance:g}): --dtype float32 tells more"
             )
     return failed, weak
-
-
-def _failed(check: Mapping[str, Any]) -> bool:
-    # a NaN fails; it is text in JSON
-    return not float(check["error"]) <= check["tolerance"]
-
-
-def _passed(result: Mapping[str, Any]) -> bool:
-    return not any(map(_failed, result["checks"]))
 
 
 def _name(prompt: str) -> str:
@@ -179,7 +162,7 @@ def _denoised(values: Mapping[str, Any]) -> Denoised:
 
 def _parity_table(parity: Mapping[str, Any]) -> Table:
     rows = [
-        [key, c["name"], f"{float(c['error']):.2e}", f"{c['tolerance']:g}", "FAILED" if _failed(c) else "ok"]
+        [key, c["compared"], f"{float(c['error']):.2e}", f"{c['tolerance']:g}", "FAILED" if c["failed"] else "ok"]
         for key, result in parity.items()
         for c in result["checks"]
     ]

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,18 +39,9 @@ Install = Callable[[Any], Any]
 """Function that installs attention in a transformer, see `apply`."""
 
 
-class Check(NamedTuple):
-    """A comparison of two outputs that should be equal.
-
-    Args:
-        name: what is compared.
-        error: largest difference relative to the largest output; of golden tensors, see `GoldenError`.
-        tolerance: largest error that passes.
-    """
-
-    name: str
-    error: float
-    tolerance: float
+def check(name: str, error: float, tolerance: float = TOLERANCE) -> dict[str, Any]:
+    """A comparison of outputs that should be equal; a NaN fails."""
+    return {"compared": name, "error": error, "tolerance": tolerance, "failed": not error <= tolerance}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,28 +91,33 @@ class Transformer:
         return self._sizes.grid((self._sizes.in_channels, *self.latents))
 
     @torch.no_grad()
-    def parity(self) -> tuple[list[Check], float]:
+    def parity(self) -> dict[str, Any]:
         """Checks of equal outputs, and the difference of the sparse output from the dense one, which should be larger.
 
         With all tiles, our attention in the class of diffusers is compared with the attention of the class; an export
         with its gates also with the network of this project, and that with the golden tensors of the export.
         """
-        model, tolerance = self._open(), TOLERANCES[self.dtype]
-        given = self._given(self.device)
+        model, given, tolerance = self._open(), self._given(self.device), TOLERANCES[self.dtype]
         dense = self._run(model, given)
         with _with(self._whole, model):
             whole = _difference(self._run(model, given), dense)
         with _with(self._sparse, model):
-            control = _difference(self._run(model, given), dense)
-        checks = [Check("all tiles against the class of diffusers", whole, tolerance)]
+            apart = _difference(self._run(model, given), dense)
+        checks = [check("all tiles against the class of diffusers", whole, tolerance)]
         if self.sparse is not None:
             with _with(self._gated, model):
                 output = self._run(model, given)
-            velocity = self._parts.velocity(output, model, given, self._parts.constants or {}).cpu()
+            velocity = self._parts.velocity(output, model, given, self._parts.constants or {})
             # one model at a time
             del model
-            checks += self._of_export(velocity, given)
-        return checks, control
+            network = open_network(self.folder, device=self.device)[0]
+            error = _difference(velocity, _velocity(network, given))
+            checks.append(check("gates and all tiles against the network of this project", error, tolerance))
+            if self.sparse.golden is not None:
+                rows = check_golden(self.folder, partial(attention_output, network))
+                worst = max(rows, key=lambda row: (row.failed, row.error))
+                checks.append(check(f"golden tensors, layer {worst.layer} the worst", worst.error, worst.tolerance))
+        return {"checks": checks, "sparse_difference": apart}
 
     @torch.no_grad()
     def step_ms(self, repeats: int) -> dict[str, list[float]]:
@@ -134,22 +130,6 @@ class Transformer:
             with _with(self._sparse, model):
                 (times["sparse"],) = interleaved_ms([forward], repeats, device)
         return times
-
-    def _of_export(self, velocity: Tensor, given: Inputs) -> list[Check]:
-        network, source = open_network(self.folder, device=self.device)
-        x, own = given.x.float(), network.out_channels
-        conditions = x[:, own:] if x.shape[1] > own else None
-        image = None if given.image is None else given.image.float()
-        ours = network(
-            x[:, :own], given.timestep, given.text.float(), given.mask, cond_latents=conditions, image_embeds=image
-        )
-        name = "gates and all tiles against the network of this project"
-        checks = [Check(name, _difference(velocity.to(ours.device), ours), TOLERANCES[self.dtype])]
-        if source.sparse is not None and source.sparse.golden is not None:
-            rows = check_golden(source.folder, partial(attention_output, network))
-            worst = max(rows, key=lambda row: (row.failed, row.error))
-            checks.append(Check(f"golden tensors, layer {worst.layer} the worst", worst.error, worst.tolerance))
-        return checks
 
     def _open(self) -> Any:
         return load_plain(self.folder, getattr(torch, self.dtype)).to(self.device).eval().requires_grad_(False)
@@ -221,6 +201,15 @@ class Transformer:
         return {n: config[n] for n in names if n in config} if self.method.label.startswith("video_sparse ") else {}
 
 
+def _velocity(network: Network, given: Inputs) -> Tensor:
+    """Output of a network of this project in float32, with all tiles."""
+    # conditions are the last channels
+    x, conditions = given.x.float().split((network.out_channels, given.x.shape[1] - network.out_channels), 1)
+    image = None if given.image is None else given.image.float()
+    conditions = conditions if conditions.shape[1] else None
+    return network(x, given.timestep, given.text.float(), given.mask, cond_latents=conditions, image_embeds=image)
+
+
 @contextmanager
 def _with(install: Install, model: Any) -> Iterator[None]:
     install(model)
@@ -232,5 +221,4 @@ def _with(install: Install, model: Any) -> Iterator[None]:
 
 def _difference(output: Tensor, expected: Tensor) -> float:
     """Largest difference relative to the largest entry of `expected`."""
-    output, expected = output.float(), expected.float()
-    return float((output - expected).abs().max() / expected.abs().max())
+    return float((output.float() - expected).abs().max() / expected.abs().max())
