@@ -203,7 +203,7 @@ def test_other_families_get_what_is_known_of_them(tmp_path):
 
 
 def test_bad_input_is_one_line(wan, export, tmp_path):
-    tiny.minimax_h3().model.save_pretrained(tmp_path / "h3")
+    tiny.ltx2().model.save_pretrained(tmp_path / "ltx2")
     cases = {
         "is dense: give --sparsity S or --topk K": settings(wan),
         "--topk 3 applies to dense models": settings(export, topk=3),
@@ -214,7 +214,7 @@ def test_bad_input_is_one_line(wan, export, tmp_path):
         "no such folder: .*nowhere": settings(tmp_path / "nowhere"),
         "has layers 0 to 1, got 2": settings(export, layers=[2]),
         "no such video: nowhere": settings(export, clips="nowhere"),
-        "class_name must be a class that can be trained": settings(tmp_path / "h3", topk=3),
+        "class_name must be a class that can be trained": settings(tmp_path / "ltx2", topk=3),
     }
     for message, asked in cases.items():
         with pytest.raises(ValueError, match=message) as error:

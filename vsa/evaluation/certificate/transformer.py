@@ -155,7 +155,7 @@ class Transformer:
         )
 
     def _run(self, model: Any, given: Inputs) -> Tensor:
-        return model(**self._parts.inputs(model, given, self._parts.constants or {}), return_dict=False)[0]
+        return model(**self._parts.inputs(model, given, self._parts.constants or {})).sample
 
     @cached_property
     def _sizes(self) -> Network:
@@ -193,12 +193,13 @@ class Transformer:
     @property
     def _tiles(self) -> dict[str, Any]:
         """Tiles of video_sparse; none for another method."""
-        names = ("tile_thw", "partition", "block_order")
-        if self.method is None:
-            sparse = self.sparse
-            return {} if sparse is None or sparse.tile_thw is None else {name: getattr(sparse, name) for name in names}
-        config = self.method.config
-        return {n: config[n] for n in names if n in config} if self.method.label.startswith("video_sparse ") else {}
+        if self.method is not None:
+            settings = self.method.config if self.method.label.startswith("video_sparse ") else {}
+        else:
+            export = self.sparse
+            assert export is not None
+            settings = (export.settings or vars(export)) if export.method == "video_sparse" else {}
+        return {name: settings[name] for name in ("tile_thw", "partition", "block_order") if name in settings}
 
 
 def _velocity(network: Network, given: Inputs) -> Tensor:
