@@ -236,10 +236,18 @@ def test_the_largest_micro_batch_is_the_largest():
 
 @pytest.mark.parametrize(
     ("settings", "gib"),
-    [({"batch": 4}, 80.0), ({"batch": 64, "level": "full"}, 80.0), ({}, 24.0), ({"batch": 3}, 30.0)],
-    ids=["level", "micro-batches", "more GPUs", "one sample"],
+    [
+        ({"batch": 4}, 80.0),
+        ({"batch": 64, "level": "full"}, 80.0),
+        ({"level": "full"}, 27.0),
+        ({}, 30.0),
+        ({"batch": 3}, 30.0),
+        ({}, 24.0),
+        ({"batch": 3}, 20.0),
+    ],
+    ids=["level", "micro-batches", "moments", "moments, level", "moments, micro-batches", "more GPUs", "one sample"],
 )
-def test_the_advice_fits(settings, gib):
+def test_the_advice_fits(settings, gib, request):
     gpu = replace(H200, memory=gib * GIB)
     job = _wan(**settings)
     estimate = Estimate(gpu=gpu, jobs=lambda step: [(1.0, job)], steps=10)
@@ -247,13 +255,17 @@ def test_the_advice_fits(settings, gib):
     line = estimate.refusal()
     assert line is not None
     assert line.startswith(f"it needs {estimate.needed / GIB:.1f} GiB of the {gib:.1f}")
+    assert f", {(estimate.needed / GIB - gib):.1f} too many (" in line
     _assert_parts_add_up(line)
     advice = dict(word.split("=") for word in line.rpartition(": ")[2].split() if "=" in word)
-    level: Any = advice["task.parallel.activation_checkpointing"]
+    level: Any = advice.get("task.parallel.activation_checkpointing", job.level)
     micro_batches = int(advice.get("trainer.accumulate_grad_batches", 1))
     count = int(advice.get("trainer.devices", 1))
     batch = job.batch // micro_batches if count == 1 else 1
-    advised_job = replace(job, level=level, micro_batches=micro_batches, batch=batch, dims=ParallelDims(shard=count))
+    networks = [replace(job.networks[0], moments=advice.get("optim.moments", "fp32"))]
+    assert ("moments" in request.node.callspec.id) == (networks[0].moments == "int8")
+    dims = ParallelDims(shard=count)
+    advised_job = replace(job, level=level, micro_batches=micro_batches, batch=batch, dims=dims, networks=networks)
     assert total_memory(advised_job) <= gpu.memory
 
 

@@ -8,10 +8,11 @@ from collections.abc import Collection
 import torch
 from torch import Tensor, nn
 
+from vsa.checkpoints.moments import SCALE, Moments, has_codes, new_moment, stored, stored_shapes
 from vsa.checkpoints.weight_files import TensorFiles, refuse_key_difference, refuse_other_tensors
 
-# fields of the state of AdamW
-_MOMENTS = ("exp_avg", "exp_avg_sq")
+# fields of the state of AdamW, and whether their values can be negative
+_MOMENTS = {"exp_avg": True, "exp_avg_sq": False}
 
 
 @torch.no_grad()
@@ -29,11 +30,11 @@ def load_model_tensors(model: nn.Module, tensors: TensorFiles, what: str) -> Non
 
 def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """State of an optimizer built by `vsa.training.optimizer` by `NAME/exp_avg` and so on (not copied)."""
-    state = {}
+    state, form = {}, _form(optimizer)
     for group in optimizer.param_groups:
         for name, parameter in zip(group["names"], group["params"], strict=True):
             for key, value in optimizer.state.get(parameter, {}).items():
-                state[f"{name}/{key}"] = value
+                state |= stored(f"{name}/{key}", value, form)
     return state
 
 
@@ -51,7 +52,7 @@ def load_optimizer_tensors(
     without: Collection[str] | None = None,
     most_updates: float = math.inf,
 ) -> None:
-    """Restore the state of `optimizer_state`.
+    """Restore the state of `optimizer_state`; moments of another form than the optimizer's are converted.
 
     Args:
         optimizer: built by `vsa.training.optimizer`.
@@ -71,25 +72,40 @@ def load_optimizer_tensors(
     }
     if without is None:
         without = set(parameters) - {key.rpartition("/")[0] for key in tensors.keys}
-    expected = {f"{name}/{field}" for name in set(parameters) - set(without) for field in ("step", *_MOMENTS)}
+    held: Moments = "int8" if any(key.endswith(SCALE) for key in tensors.keys) else "fp32"
+    expected: dict[str, tuple[int, ...]] = {}
+    for name in set(parameters) - set(without):
+        expected[f"{name}/step"] = ()
+        for field in _MOMENTS:
+            expected |= stored_shapes(f"{name}/{field}", parameters[name].shape, held)
     refuse_key_difference(expected, tensors.keys, what)
     for key, actual in tensors.shapes.items():
-        name, _, field = key.rpartition("/")
-        shape = () if field == "step" else tuple(parameters[name].shape)
-        if actual != shape:
-            raise ValueError(f"{what}: {key} has shape {actual}, the optimizer needs {shape}")
-        if field == "step" and not 0 < (updates := float(tensors.read(key))) <= most_updates:
+        if actual != expected[key]:
+            raise ValueError(f"{what}: {key} has shape {actual}, the optimizer needs {expected[key]}")
+        if key.endswith("/step") and not 0 < (updates := float(tensors.read(key))) <= most_updates:
             raise ValueError(f"{what}: {key} counts {updates:g} updates in {most_updates:g} steps")
     # a fused optimizer counts updates on the device
-    on_device = optimizer.defaults.get("fused", False)
+    on_device, form = optimizer.defaults.get("fused", False), _form(optimizer)
     for name, parameter in parameters.items():
         if name not in without:
             count = tensors.read(f"{name}/step").to(parameter.device if on_device else "cpu", copy=True)
-            moments = {field: _restored(tensors, f"{name}/{field}", parameter) for field in _MOMENTS}
-            optimizer.state[parameter] = {"step": count, **moments}
+            state = optimizer.state[parameter] = {"step": count}
+            for field, signed in _MOMENTS.items():
+                moment = _restored(tensors, f"{name}/{field}", parameter, held, signed=signed)
+                if held != form and has_codes(parameter.shape, "int8"):
+                    moment = new_moment(parameter, form, signed=signed).copy_(moment)
+                state[field] = moment
 
 
-def _restored(tensors: TensorFiles, key: str, like: Tensor) -> Tensor:
-    value = torch.empty_like(like, dtype=tensors.dtype(key), requires_grad=False)
-    tensors.fill(value, key)
+def _form(optimizer: torch.optim.Optimizer) -> Moments:
+    return optimizer.defaults.get("moments", "fp32")
+
+
+def _restored(tensors: TensorFiles, key: str, like: Tensor, held: Moments, *, signed: bool) -> Tensor:
+    if has_codes(like.shape, held):
+        value = new_moment(like, held, signed=signed)
+    else:
+        value = torch.empty_like(like, dtype=tensors.dtype(key), requires_grad=False)
+    for name, tensor in stored(key, value, held).items():
+        tensors.fill(tensor, name)
     return value

@@ -6,11 +6,12 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Protocol, get_args
+from typing import Any, Protocol, get_args
 
 import torch
 from torch import nn
 
+from vsa.checkpoints.moments import Moments, refuse_missing_package
 from vsa.models.network import Role
 from vsa.settings import AtLeastOne, Count, NonNegative, Positive, PositiveShare, ShareBelowOne, validated
 
@@ -80,7 +81,7 @@ def _is_pattern(key: str) -> bool:
 @validated
 @dataclass(frozen=True, kw_only=True)
 class AdamW:
-    """Recipe for a `torch.optim.AdamW` with one parameter group per role.
+    """Recipe for an AdamW with one parameter group per role: that of torch, or torchao's with 8-bit moments.
 
     Args:
         lr: base learning rate, multiplied by the schedule and by the role's factor.
@@ -92,6 +93,8 @@ class AdamW:
         lr_factors: learning-rate factor by role or by name pattern (`blocks.0.*`, `*norm*`), 1 if absent; the last
             matching pattern applies, and patterns take precedence over roles.
         schedule: factor by optimizer step.
+        moments: form of both moments: fp32, or int8, a quarter of the bytes, in codes with a scale per 256 values of a
+            row ("8-bit optimizers via block-wise quantization", arXiv 2110.02861).
     """
 
     # a step changes every weight by about lr, so a value above 1 would erase the weights
@@ -102,13 +105,15 @@ class AdamW:
     weight_decay: NonNegative = 0.01
     decay_roles: tuple[Role, ...] = ("matrix", "gate", "head")
     lr_factors: Mapping[str, NonNegative] = field(default_factory=dict)
+    moments: Moments = "fp32"
 
     def __post_init__(self):
+        refuse_missing_package(self.moments)
         for role in self.lr_factors:
             if not _is_pattern(role) and role not in ROLES:
                 raise ValueError(f"unknown parameter role {role!r}, expected one of {', '.join(ROLES)}")
 
-    def build(self, model: nn.Module, roles: Mapping[str, str]) -> torch.optim.AdamW:
+    def build(self, model: nn.Module, roles: Mapping[str, str]) -> torch.optim.Optimizer:
         """The optimizer over the trainable parameters of `model`.
 
         Groups carry `role`, `base_lr` and `names`, one group per role and learning-rate factor.
@@ -123,24 +128,26 @@ class AdamW:
         for name in trainable:
             groups.setdefault((roles[name], self._lr_factor(name, roles[name])), []).append(name)
         beta1, beta2 = self.betas
-        return torch.optim.AdamW(
-            [
-                {
-                    "params": [trainable[name] for name in names],
-                    "names": names,
-                    "role": role,
-                    "base_lr": self.lr * factor,
-                    "weight_decay": self.weight_decay if role in self.decay_roles else 0.0,
-                }
-                for (role, factor), names in sorted(groups.items(), key=lambda item: ROLES.index(item[0][0]))
-            ],
-            lr=self.lr,
-            # torch refuses a mix of int and float
-            betas=(float(beta1), float(beta2)),
-            eps=self.eps,
-            # one pass over weights, gradients and moments, and few launches
-            fused=True if all(p.is_cuda for p in trainable.values()) else None,
-        )
+        parameters: list[dict[str, Any]] = [
+            {
+                "params": [trainable[name] for name in names],
+                "names": names,
+                "role": role,
+                "base_lr": self.lr * factor,
+                "weight_decay": self.weight_decay if role in self.decay_roles else 0.0,
+            }
+            for (role, factor), names in sorted(groups.items(), key=lambda item: ROLES.index(item[0][0]))
+        ]
+        # torch refuses a mix of int and float
+        settings: dict[str, Any] = {"lr": self.lr, "betas": (float(beta1), float(beta2)), "eps": self.eps}
+        if self.moments == "int8":
+            # takes seconds to import
+            from vsa.training.adamw_8bit import AdamW8bit
+
+            return AdamW8bit(parameters, **settings)
+        # one pass over weights, gradients and moments, and few launches
+        fused = True if all(p.is_cuda for p in trainable.values()) else None
+        return torch.optim.AdamW(parameters, **settings, fused=fused)
 
     def _lr_factor(self, name: str, role: str) -> float:
         fitting = [f for key, f in self.lr_factors.items() if _is_pattern(key) and fnmatchcase(name, key)]

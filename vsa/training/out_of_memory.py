@@ -8,6 +8,7 @@ from typing import Any
 
 from vsa.errors import MemoryRanOut, is_out_of_memory, memory_reason
 from vsa.models.recompute import LEVELS
+from vsa.training.estimate.run import EIGHT_BIT
 
 SETTING = "task.parallel.activation_checkpointing"
 
@@ -36,10 +37,11 @@ def out_of_memory_line(module: Any, error: BaseException) -> str | None:
     saved = module.status.saved
     resume = "" if saved is None else f"; ckpt_path=last continues from {saved}"
     if module.phase == "update":
+        # a resumed run converts the moments if it is allowed to
         return (
             f"out of memory in the optimizer's update of step {step} ({reason}): gradients and moments do not fit "
-            "beside the weights, and no level of activation checkpointing changes that; with trainer=fsdp several "
-            f"GPUs share them{resume}"
+            f"beside the weights, and no level of activation checkpointing changes that; {EIGHT_BIT} makes moments "
+            f"smaller, and with trainer=fsdp several GPUs share them{resume}"
         )
     higher_levels = LEVELS[LEVELS.index(level) + 1 :]
     remedy = f"set {SETTING}={higher_levels[0]}, which keeps less" if higher_levels else _smaller_micro_batch(module)

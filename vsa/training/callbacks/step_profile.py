@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from vsa.checkpoints.tensor_state import optimizer_state
 from vsa.data.batch import VideoBatch
 from vsa.files import write_whole
 from vsa.machine import seconds_now
@@ -178,8 +179,7 @@ def update_bytes(optimizer: Optimizer) -> int:
 
     Counts the shards of this rank of all parameters that have been updated; a gradient has the dtype of its parameter.
     """
-    states = [x for state in optimizer.state.values() for x in state.values() if isinstance(x, Tensor)]
-    return 3 * _size(optimizer.state) + 2 * _size(states)
+    return 3 * _size(optimizer.state) + 2 * _size(optimizer_state(optimizer).values())
 
 
 def clip_bytes(optimizer: Optimizer, clip: float) -> int:

@@ -14,6 +14,7 @@ from vsa_kernels.block_sparse.mask import BlockMask
 
 from vsa.attention.base import AttentionMethod
 from vsa.attention.kept_tiles import KeptTiles
+from vsa.checkpoints.moments import Moments, moment_bytes
 from vsa.data.parallel_dims import ParallelDims
 from vsa.models.network import Network
 from vsa.models.recompute import Level
@@ -32,12 +33,14 @@ class PlannedNetwork:
         model: network on the meta device; parameters that do not require gradients are frozen.
         passes: mean number of passes of a sample per step, by kind.
         updates: mean number of optimizer updates per step; 0 without an optimizer.
+        moments: form of the optimizer's moments.
     """
 
     name: str
     model: Network
     passes: Mapping[bool, float]
     updates: float = 0.0
+    moments: Moments = "fp32"
 
     @cached_property
     def parameters(self) -> int:
@@ -48,6 +51,12 @@ class PlannedNetwork:
     def trained(self) -> int:
         """Number of trained parameters."""
         return sum(p.numel() for p in self.model.parameters() if p.requires_grad) if self.updates else 0
+
+    @cached_property
+    def moment_bytes(self) -> int:
+        """Bytes of the optimizer's moments."""
+        trained = [p for p in self.model.parameters() if p.requires_grad] if self.updates else []
+        return sum(moment_bytes(p.shape, self.moments) for p in trained)
 
     @cached_property
     def block_parameters(self) -> Sequence[int]:

@@ -40,7 +40,7 @@ def memory(job: Job) -> Parts:
     """Bytes on one rank by part, at the peak of a step, without fragmentation of the allocator."""
     resident = {
         "parameters": _held(sum(n.parameters for n in job.networks), job),
-        "optimizer moments": 2 * _held(sum(n.trained for n in job.networks), job),
+        "optimizer moments": sum(n.moment_bytes for n in job.networks) / job.dims.shard,
         "averaged weights": _held(job.networks[0].parameters, job) if job.averaged else 0.0,
     }
     moments = [moment for n in job.networks if n.trained for moment in _moments(job, n)]
@@ -172,6 +172,7 @@ def step_seconds(job: Job, gpu: Gpu) -> Parts:
             reductions = job.micro_batches if job.reduce_each else 1
             copied = _REDUCE * network.trained * network.updates * reductions
             parts["copies of parameters"] += copied / gpu.sharding_bytes
+        # 8-bit moments too, whose rate was not measured
         parts["optimizer"] += own * network.updates / gpu.optimizer_parameters
         # gradients are read for the norm, then read and written for clipping
         parts["gradient norms"] += 12 * own * network.updates / gpu.copy_bytes

@@ -23,6 +23,9 @@ MARGIN = 0.02
 POINTS = 16
 """Number of steps of a run at which the time of a step is estimated if its sparsity changes."""
 
+EIGHT_BIT = "optim.moments=int8 (extra lowbit)"
+"""The setting of 8-bit moments, for messages."""
+
 Shape = tuple[int, ...]
 
 
@@ -135,11 +138,28 @@ class Estimate:
             return None
         job = self.largest
         parts = ", ".join(f"{name} {gib(value)}" for name, value in _visible(whole_memory(job), GIB).items())
-        line = f"it needs {gib(self.needed)} GiB of the {gib(self.gpu.memory)} of one {self.gpu.name} ({parts})"
-        return f"{line}: {self._advice()}"
+        line = f"it needs {gib(self.needed)} GiB of the {gib(self.gpu.memory)} of one {self.gpu.name}"
+        return f"{line}, {gib(self.needed - self.gpu.memory)} too many ({parts}): {self._advice()}"
 
     def _advice(self) -> str:
-        """Settings with which the run fits: more recomputation, smaller micro-batches, or more GPUs."""
+        """Settings with which the run fits: more recomputation, smaller micro-batches, 8-bit moments, or more GPUs."""
+        if advice := self._same_numbers():
+            return advice
+        eight_bit = self.changed(_with_8_bit_moments)
+        if eight_bit.fits:
+            return f"{EIGHT_BIT} fits"
+        if advice := eight_bit._same_numbers():
+            return f"{EIGHT_BIT} and {advice}"
+        job = self.largest
+        for ranks in (2**i for i in range(1, 11)):
+            count = job.dims.ranks * ranks
+            spread = replace(job, dims=ParallelDims(shard=count), batch=1, micro_batches=1, level="full")
+            if total_memory(spread) <= self.gpu.memory:
+                return f"trainer=fsdp trainer.devices={count} with task.parallel.activation_checkpointing=full fits"
+        return "no setting of this model fits"
+
+    def _same_numbers(self) -> str | None:
+        """Settings with which the run fits on these GPUs and computes the same, or None."""
         if level := self.least_level(self.gpu.memory):
             return f"task.parallel.activation_checkpointing={level} fits"
         job = self.largest
@@ -153,12 +173,11 @@ class Estimate:
                     f"trainer.accumulate_grad_batches={rank_batch // batch} with "
                     f"task.parallel.activation_checkpointing={level} fits"
                 )
-        for ranks in (2**i for i in range(1, 11)):
-            count = job.dims.ranks * ranks
-            spread = replace(job, dims=ParallelDims(shard=count), batch=1, micro_batches=1, level="full")
-            if total_memory(spread) <= self.gpu.memory:
-                return f"trainer=fsdp trainer.devices={count} with task.parallel.activation_checkpointing=full fits"
-        return "no setting of this model fits"
+        return None
+
+
+def _with_8_bit_moments(job: Job) -> Job:
+    return replace(job, networks=[replace(network, moments="int8") for network in job.networks])
 
 
 def gib(value: float) -> str:

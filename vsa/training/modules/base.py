@@ -175,7 +175,8 @@ class DiffusionModule(L.LightningModule):
         with without_memory():
             model = self._model_factory()
             self.prepare_model(model)
-        return (PlannedNetwork(name="model", model=model, passes={TRAINING: 1.0}, updates=1.0),)
+        moments = self._optim.moments
+        return (PlannedNetwork(name="model", model=model, passes={TRAINING: 1.0}, updates=1.0, moments=moments),)
 
     def prepare_model(self, model: Network) -> None:
         """Apply the changes of a job to a new network, before it is sharded."""

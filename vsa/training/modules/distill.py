@@ -213,7 +213,13 @@ class DistillModule(DiffusionModule):
         teacher = self.teacher.planned().requires_grad_(False)
         return (
             replace(generator, name="generator", passes=passes["generator"], updates=1 / self.cycle.generator_every),
-            PlannedNetwork(name="fake_score", model=critic, passes=passes["fake_score"], updates=1.0),
+            PlannedNetwork(
+                name="fake_score",
+                model=critic,
+                passes=passes["fake_score"],
+                updates=1.0,
+                moments=self.fake_score.recipe.moments,
+            ),
             PlannedNetwork(name="real_score", model=teacher, passes=passes.get("real_score", {})),
         )
 
