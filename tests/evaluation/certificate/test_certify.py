@@ -190,6 +190,12 @@ def test_parity_compares_what_it_says(export, state, monkeypatch):
     assert [check["failed"] for check in checks] == [state == "_whole", state == "_gated", False]
 
 
+def test_an_expert_of_low_noise_is_known_by_its_folder(export, tmp_path):
+    folder = shutil.copytree(export, tmp_path / "transformer_2")
+    assert [*Subject(settings(folder)).transformers] == ["transformer_2"]
+    assert [*Subject(settings(export)).transformers] == ["transformer"]
+
+
 def test_other_families_get_what_is_known_of_them(tmp_path):
     tiny.ltx().model.save_pretrained(tmp_path / "ltx")
     words = ["--sparsity", "0.5", "--tile", "2", "2", "4", "--latents", "3", "5", "7", "--prompt", "a cat"]

@@ -100,7 +100,9 @@ class Subject:
     def __init__(self, asked: CertifySettings):
         self.asked, self.device = asked, usable_device(asked.device)
         self.dtype = asked.dtype or ("float32" if torch.device(self.device).type == "cpu" else "bfloat16")
-        folders = {FIRST: pretrained_folder(asked.model)}
+        first = pretrained_folder(asked.model)
+        # a single expert of low noise (Wan2.2 A14B) by the name of its folder
+        folders = {SECOND if first.name == SECOND else FIRST: first}
         if (second := local_folder(asked.model, SECOND) / SECOND).is_dir():
             folders[SECOND] = second
         exports = {name: read_sparse_config(folder) for name, folder in folders.items() if has_sparse_config(folder)}
