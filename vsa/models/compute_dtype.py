@@ -21,13 +21,14 @@ def rounded(parameter: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 
 class RoundedLinear(nn.Linear):
-    """A linear layer that computes in `compute_dtype`."""
+    """A linear layer that computes in `compute_dtype`; None: in that of its gathered weight."""
 
     compute_dtype: torch.dtype | None = None
 
     def forward(self, input: Tensor) -> Tensor:
+        weight = rounded(self.weight, self.compute_dtype)
         bias = None if self.bias is None else rounded(self.bias, self.compute_dtype)
-        return F.linear(rounded(input, self.compute_dtype), rounded(self.weight, self.compute_dtype), bias)
+        return F.linear(input.to(weight.dtype), weight, bias)
 
 
 def linear_arguments(module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
@@ -71,9 +72,14 @@ _ROUNDED: dict[type[nn.Module], type[nn.Module]] = {nn.Linear: RoundedLinear, nn
 
 
 def allow_rounding(module: nn.Module) -> None:
-    """Let a module of another project take part in `compute_in`: its forward pass reads its own parameters rounded."""
+    """Let a module of another project take part in `compute_in`: its forward pass reads its own parameters rounded.
+
+    Its linear layers round inputs too, since classes of diffusers embed times in fp32 and leave that to the caller.
+    """
     names = tuple(name for name, parameter in module._parameters.items() if parameter is not None)
-    if names and type(module) not in _ROUNDED and not hasattr(type(module), "compute_dtype"):
+    if type(module) is nn.Linear:
+        module.__class__ = RoundedLinear
+    elif names and type(module) not in _ROUNDED and not hasattr(type(module), "compute_dtype"):
         module.__class__ = _reads_rounded(type(module), names)
 
 
