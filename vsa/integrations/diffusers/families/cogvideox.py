@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from vsa.integrations.diffusers.families.ddpm_schedule import angle_of, angles_of_schedule, interpolated, velocity_of
 from vsa.integrations.diffusers.families.family import Arguments, Family
 from vsa.integrations.diffusers.families.parts import Constants, Inputs, Parts, Sizes
 from vsa.integrations.diffusers.processors import Processor, project, refuse_mask, rotate_heads
@@ -55,55 +55,26 @@ def _inputs(transformer: Any, given: Inputs, constants: Constants) -> dict[str, 
     config, text = transformer.config, given.text.shape[1]
     if not config.use_rotary_positional_embeddings and text != config.max_text_seq_length:
         raise ValueError(f"{FAMILY.name} takes texts of {config.max_text_seq_length} tokens, got {text}")
-    angle = _angle(given.timestep)
-    schedule = _schedule(_snr_shift(config, constants), given.x.device)
+    angle = angle_of(given.timestep)
+    angles = angles_of_schedule(_snr_shift(config, constants), given.x.device)
     scale = (angle.cos() + angle.sin()).to(given.x.dtype)
     return {
         # x0 and noise with factors whose squares, not which themselves, add up to 1
         "hidden_states": (given.x * scale[:, None, None, None, None]).transpose(1, 2),
         "encoder_hidden_states": given.text,
-        "timestep": _interpolated(angle, schedule),
+        "timestep": interpolated(angle, angles),
         "image_rotary_emb": _rotary(transformer, given.grid, constants),
     }
 
 
 def _velocity(output: Tensor, transformer: Any, given: Inputs, constants: Constants) -> Tensor:
-    cos, sin = (
-        part[:, None, None, None, None] for part in (_angle(given.timestep).cos(), _angle(given.timestep).sin())
-    )
-    scaled = given.x.float() * (cos + sin)
-    # x = cos x0 + sin noise and v = cos noise - sin x0, so noise - x0 is this
-    return ((sin - cos) * scaled + (cos + sin) * output.transpose(1, 2).float()).type_as(output)
-
-
-def _angle(timestep: Tensor) -> Tensor:
-    """Angle fp32 `[B]` whose cosine and sine have the ratio of x0 to noise at a flow-matching timestep."""
-    sigma = timestep.float() / 1000
-    return torch.atan2(sigma, 1 - sigma)
+    return velocity_of(given.x, output.transpose(1, 2), angle_of(given.timestep)).type_as(output)
 
 
 def _snr_shift(config: Any, constants: Constants) -> float:
     if (value := constants["snr_shift_scale"]) != "auto":
         return value
     return 1.0 if config.use_rotary_positional_embeddings else 3.0
-
-
-@lru_cache(maxsize=4)
-@torch.inference_mode(False)
-def _schedule(snr_shift: float, device: torch.device) -> Tensor:
-    """Angles fp32 `[1000]` of the timesteps of the class: 0 is the cleanest, 999 is noise (zero terminal SNR)."""
-    betas = torch.linspace(math.sqrt(0.00085), math.sqrt(0.012), 1000, dtype=torch.float64).square()
-    alphas = (1 - betas).cumprod(0)
-    roots = (alphas / (snr_shift + (1 - snr_shift) * alphas)).sqrt()
-    roots = (roots - roots[-1]) * roots[0] / (roots[0] - roots[-1])
-    return roots.acos().float().to(device)
-
-
-def _interpolated(angle: Tensor, schedule: Tensor) -> Tensor:
-    """Timesteps `[B]` of the class, between its whole ones, at angles `[B]`."""
-    high = torch.searchsorted(schedule, angle.contiguous()).clamp(1, len(schedule) - 1)
-    low, up = schedule[high - 1], schedule[high]
-    return (high - 1 + ((angle - low) / (up - low))).clamp(0, len(schedule) - 1)
 
 
 def _rotary(transformer: Any, grid: Grid, constants: Constants) -> Any:

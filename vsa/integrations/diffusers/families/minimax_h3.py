@@ -7,7 +7,6 @@ coarse stage over all tiles, gates without bias).
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -15,9 +14,10 @@ from torch import Tensor
 
 from vsa.diffusion.flow_matching import TIMESTEP_SCALE
 from vsa.integrations.diffusers.families.family import Arguments, Family
+from vsa.integrations.diffusers.families.packed_rows import grid_of, packed, texts_of
 from vsa.integrations.diffusers.families.parts import Constants, Inputs, Parts, Sizes, unpatchified
 from vsa.integrations.diffusers.processors import Processor, project, refuse_mask
-from vsa.integrations.diffusers.tile_attention import Grid, Texts
+from vsa.integrations.diffusers.tile_attention import Grid
 from vsa.models.embeddings import patchify
 
 
@@ -46,40 +46,6 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([turning * cos + torch.cat([-second, first], dim=-1) * sin, rest], dim=-1)
 
 
-def _grid(config: Any, arguments: Arguments) -> Grid:
-    # the latents arrive as flat token rows, so the grid comes from the positions of the rows after the prefix
-    others = [arguments[name] for name in ("text_indices", "audio_indices")]
-    start = 1 + max(int(indices.max()) if len(indices) else -1 for indices in others)
-    positions = arguments["position_ids"][start:].cpu()
-    frames = _runs(positions[:, 0])
-    rows = _runs(positions[: len(positions) // frames, 1])
-    grid = frames, rows, len(positions) // (frames * rows)
-    if math.prod(grid) == len(positions) > 0:
-        video = positions.view(*grid, 3)
-        axes = video[:, :1, :1, 0], video[:1, :, :1, 1], video[:1, :1, :, 2]
-        rises = bool((axes[0].diff(dim=0) > 0).all())
-        if rises and torch.equal(video, torch.stack(torch.broadcast_tensors(*axes), dim=-1)):
-            return grid
-    raise ValueError(
-        f"position_ids of the {len(positions)} rows after text and audio are no grid in raster order, got {frames} "
-        f"times and {rows} rows in the first: the generated video has to be last"
-    )
-
-
-def _runs(values: Tensor) -> int:
-    """Number of runs of equal values."""
-    return 1 + int((values[1:] != values[:-1]).sum())
-
-
-def _texts(arguments: Arguments, grid: Grid) -> Texts:
-    kinds = torch.zeros(len(arguments["position_ids"]), dtype=torch.int8)
-    for kind, name in enumerate(("text_indices", "audio_indices"), start=1):
-        kinds[arguments[name].cpu()] = kind
-    prefix = kinds[: len(kinds) - grid[0] * grid[1] * grid[2]]
-    segments = prefix.unique_consecutive(return_counts=True)[1].tolist()
-    return (tuple(segments),) * len(arguments["hidden_states"])
-
-
 def _timestep(arguments: Arguments) -> float:
     # of the generated video; here 1 is clean, and conditions are cleaner
     last = arguments["video_indices"][-1]
@@ -91,22 +57,9 @@ def _sizes(config: Any) -> Sizes:
     return Sizes(channels, channels, text_dim=config.text_dim, ffn_dim=config.ffn_dim, patch_size=(t, h, w))
 
 
-def _packed(config: Any, grid: Grid, text: int, device: torch.device) -> dict[str, Tensor]:
-    """The layout of a row of text and video: data hold no audio, and no conditions."""
-    # imported where a row is made, because the module imports diffusers
-    from diffusers.modular_pipelines.minimax_h3.before_denoise import MiniMaxH3PrepareLayoutStep
-
-    t, h, w = (n * p for n, p in zip(grid, config.patch_size, strict=True))
-    positions, tags, video, audio, texts, *_ = MiniMaxH3PrepareLayoutStep.build_packed_sequence(
-        *(torch.ones(text), t, h, w, 0), config.patch_size, audio_channels=2, audio_tag=2, video_tag=0
-    )
-    names = ("position_ids", "token_tags", "video_indices", "audio_indices", "text_indices")
-    return {name: x.to(device) for name, x in zip(names, (positions, tags, video, audio, texts), strict=True)}
-
-
 def _inputs(transformer: Any, given: Inputs, constants: Constants) -> dict[str, Any]:
     config, device = transformer.config, given.x.device
-    row = _packed(config, given.grid, given.text.shape[1], device)
+    row = packed(config, given.grid, given.text.shape[1], device)
     return {
         "hidden_states": patchify(given.x, config.patch_size),
         "audio_hidden_states": given.x.new_zeros(len(given.x), 0, config.audio_in_channels),
@@ -124,7 +77,7 @@ def _velocity(output: Tensor, transformer: Any, given: Inputs, constants: Consta
 
 
 def _rotary(transformer: Any, grid: Grid, constants: Constants) -> Any:
-    return transformer.rope(_packed(transformer.config, grid, 0, transformer.device)["position_ids"])
+    return transformer.rope(packed(transformer.config, grid, 0, transformer.device)["position_ids"])
 
 
 PARTS = Parts(
@@ -155,9 +108,9 @@ FAMILY = Family(
     attention="attn",
     original=("MiniMaxH3AttnProcessor",),
     processor=MiniMaxH3Processor,
-    grid=_grid,
+    grid=grid_of,
     text="first",
-    texts=_texts,
+    texts=texts_of,
     timestep=_timestep,
     gates_in="attention",
     gate_settings={"gate_bias": False, "coarse_text": True},
