@@ -246,7 +246,7 @@ def test_bad_input_is_one_line(
     make_transformer(in_channels=36).save_pretrained(images / "transformer")
     two = shutil.copytree(folder, tmp_path / "two")
     index = json.loads((two / "model_index.json").read_text())
-    index["transformer_2"] = index["transformer"]
+    index |= {"transformer_2": index["transformer"], "boundary_ratio": 0.875}
     (two / "model_index.json").write_text(json.dumps(index))
     bare = shutil.copytree(folder, tmp_path / "bare")
     shutil.rmtree(bare / "scheduler")
