@@ -78,4 +78,12 @@ def test_blocks_compile(name, level):
     network.compile_blocks(backend="aot_eager")
     compiled, theirs = passed(network)
     assert torch.equal(compiled, out)
-    assert all(torch.equal(theirs[key], gradient) for key, gradient in gradients.items())
+
+    def compare(theirs):
+        # graphs add what reaches a tensor on several ways in another order
+        for key, gradient in gradients.items():
+            torch.testing.assert_close(theirs[key], gradient, atol=1e-6, rtol=1e-5)
+
+    compare(theirs)
+    with pytest.raises(AssertionError):
+        compare(passed(built(name), topk=4)[1])
