@@ -60,5 +60,6 @@ def test_modules_load_only_what_their_layer_may(loaded, statement, allowed):
     assert loaded[statement] - allowed == set()
 
 
+@pytest.mark.slow
 def test_probe_sees_a_forbidden_import(loaded):
     assert "omegaconf" in loaded[FORBIDDEN]

@@ -106,7 +106,7 @@ def test_a_training_step_is_timed_at_every_level_of_checkpointing(bench, tmp_pat
 
 @pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")
 @pytest.mark.parametrize(
-    ("case", "lists", "part"), [further("fine", "sinks", ""), ("coarse", "local", ": transposed index")]
+    ("case", "lists", "part"), [further("fine", "sinks", ""), further("coarse", "local", ": transposed index")]
 )
 def test_triton_runs(bench, checks, monkeypatch, capsys, case, lists, part):
     # the small checks are slow in the interpreter, and test_coarse_fine.py and others make them there
