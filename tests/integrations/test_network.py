@@ -45,7 +45,6 @@ def test_wan_trains_as_its_own_network(training, wan_folder, attention):  # noqa
     training(*settings, AS_IT_IS, "optim.lr=0.0101", "run=control")
     own, other, control = (losses(training, run) for run in ("own", "diffusers", "control"))
     assert len(own) == 12
-    print(largest_difference(own, other), largest_difference(own, control))
     assert largest_difference(own, other) < 1e-5
     # a learning rate 1% larger
     assert largest_difference(own, control) > 1e-3
