@@ -18,6 +18,7 @@ from tests.tiny_runs import composed
 from vsa.attention.full import FullAttention
 from vsa.attention.kept_tiles import KeptTiles
 from vsa.attention.video_sparse import VideoSparseAttention
+from vsa.checkpoints.wan_names import is_gate
 from vsa.data.parallel_dims import ParallelDims
 from vsa.models.blocks import TransformerBlock
 from vsa.models.init import without_memory
@@ -192,7 +193,7 @@ def _block(job: Job) -> BlockShape:
 H200 = GPUS[0]
 
 
-def _wan(*, gates: int = 1, **settings: Any) -> Job:
+def _wan(*, gates: int = 1, frozen: bool = False, **settings: Any) -> Job:
     """Wan-1.3B on clips of 61 frames."""
     attention = partial(VideoSparseAttention, fine_gate=gates == 2) if gates else FullAttention
     with without_memory():
@@ -204,6 +205,8 @@ def _wan(*, gates: int = 1, **settings: Any) -> Job:
             num_layers=30,
             text_dim=4096,
         )
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not frozen or is_gate(name))
     network = PlannedNetwork(name="model", model=model, passes={TRAINING: 1.0}, updates=1.0)
     arguments = {"latent_shape": (16, 16, 56, 104), "text": 512, "topk": KeptTiles.of(32), "batch": 1} | settings
     return Job(networks=[network], **arguments)
@@ -244,8 +247,12 @@ def test_the_largest_micro_batch_is_the_largest():
         ({"batch": 3}, 30.0),
         ({}, 24.0),
         ({"batch": 3}, 20.0),
+        ({"frozen": True, "level": "full", "sharded": False}, 16.0),
     ],
-    ids=["level", "micro-batches", "moments", "moments, level", "moments, micro-batches", "more GPUs", "one sample"],
+    ids=[
+        *("level", "micro-batches", "moments", "moments, level", "moments, micro-batches", "more GPUs", "one sample"),
+        "rounded",
+    ],
 )
 def test_the_advice_fits(settings, gib, request):
     gpu = replace(H200, memory=gib * GIB)
@@ -264,8 +271,10 @@ def test_the_advice_fits(settings, gib, request):
     batch = job.batch // micro_batches if count == 1 else 1
     networks = [replace(job.networks[0], moments=advice.get("optim.moments", "fp32"))]
     assert ("moments" in request.node.callspec.id) == (networks[0].moments == "int8")
+    assert ("rounded" in request.node.callspec.id) == ("task.parallel.frozen" in advice)
     dims = ParallelDims(shard=count)
     advised_job = replace(job, level=level, micro_batches=micro_batches, batch=batch, dims=dims, networks=networks)
+    advised_job = replace(advised_job, frozen_rounded="task.parallel.frozen" in advice)
     assert total_memory(advised_job) <= gpu.memory
 
 

@@ -20,11 +20,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.training.distillations import DISTILL, GAN, TOLD
 from tests.training.ranks import run_ranks
 from vsa.attention.video_sparse import VideoSparseAttention
+from vsa.checkpoints.wan_names import is_gate
 from vsa.models.compute_dtype import compute_in
 from vsa.models.recompute import Level
 from vsa.models.sharding import local, whole
 from vsa.models.video_dit import VideoDiT
-from vsa.training.parallel import ParallelPlan, build_model, every_parameter
+from vsa.training.parallel import ParallelPlan, build_model, every_parameter, parallelize
 
 LEVELS = get_args(Level)
 Result = tuple[list[Tensor], dict[str, Tensor]]
@@ -319,6 +320,28 @@ def test_runs_are_those_of_one_rank(training, teacher_dir):
     # control: fp32 has another one
     training(*resumed(training, pretrain, "pretrain"), "task.parallel.compute_dtype=float32", "run=fp32")
     assert training.losses("fp32")[2] not in losses.values()
+
+
+def test_frozen_weights_rounded_once_give_the_same_run(training, teacher_dir):
+    settings = settings_of(teacher_dir)["finetune"]
+    rounded = "task.parallel.frozen=rounded"
+    training(*settings, "run=fp32")
+    training(*settings, rounded, "run=rounded")
+    assert training.losses("rounded") == training.losses("fp32")
+    a, b = (
+        {name.removeprefix("model/"): x for name, x in training.tensors(run).items() if name.startswith("model/")}
+        for run in ("fp32", "rounded")
+    )
+    held = {name for name in b if b[name].dtype == torch.bfloat16}
+    assert {name for name in a if not (".lora_" in name or is_gate(name))} == held
+    assert all(torch.equal(a[name].to(b[name].dtype), b[name]) for name in a)
+    # a resumed run, also with the other form
+    for form in ("rounded", "float32"):
+        training(*resumed(training, settings, "rounded"), f"task.parallel.frozen={form}", f"run=onward_{form}")
+        assert training.losses(f"onward_{form}")[2] == training.losses("fp32")[2]
+    plan = ParallelPlan(frozen="rounded")
+    with pytest.raises(ValueError, match=r"task\.parallel\.frozen=rounded is for one device without FSDP2"):
+        parallelize(make_model(), object(), plan, "cpu")  # type: ignore[arg-type] (any mesh)
 
 
 @pytest.mark.slow

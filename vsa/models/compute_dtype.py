@@ -113,3 +113,10 @@ def compute_in(model: nn.Module, dtype: torch.dtype | None) -> None:
                 f"{next(module.parameters(recurse=False)).dtype} parameters: build it of {known}, give it a "
                 "compute_dtype, or use trainer=fsdp"
             )
+
+
+def hold_rounded(model: nn.Module, dtype: torch.dtype) -> None:
+    """Round the parameters of `model` that are not trained, in place, once for all passes, after `compute_in`."""
+    for parameter in model.parameters():
+        if not parameter.requires_grad:
+            parameter.data = parameter.data.to(dtype)

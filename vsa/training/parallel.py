@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from vsa.data.parallel_dims import ParallelDims
 from vsa.errors import is_out_of_memory, too_large
-from vsa.models.compute_dtype import compute_in
+from vsa.models.compute_dtype import compute_in, hold_rounded
 from vsa.models.init import without_memory
 from vsa.models.network import Network
 from vsa.models.recompute import LEVELS, Level
@@ -46,11 +46,14 @@ class ParallelPlan:
         compile: whether each block is compiled by `torch.compile`.
         compute_dtype: dtype to which the fp32 parameters are rounded for use; auto: bfloat16 on CUDA, float32
             elsewhere.
+        frozen: form of the parameters that are not trained (beside adapters, or of a teacher): float32, or rounded,
+            once and not at every use, with half the memory and the same results; on one device.
     """
 
     activation_checkpointing: Literal["auto", "none", "attention", "attention_mlp", "full"] = "auto"
     compile: bool = False
     compute_dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    frozen: Literal["float32", "rounded"] = "float32"
 
     @property
     def level(self) -> Level:
@@ -93,6 +96,10 @@ def parallelize(model: Network, mesh: DeviceMesh | None, plan: ParallelPlan, dev
         model.compile_blocks()
     if mesh is None:
         compute_in(model, low)
+        if low is not None and plan.frozen == "rounded":
+            hold_rounded(model, low)
+    elif plan.frozen == "rounded":
+        raise ValueError("task.parallel.frozen=rounded is for one device without FSDP2, which shards fp32 weights")
     else:
         reduced = torch.float32 if low else None
         policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=reduced, cast_forward_inputs=False)

@@ -52,6 +52,11 @@ class PlannedNetwork:
         """Number of trained parameters."""
         return sum(p.numel() for p in self.model.parameters() if p.requires_grad) if self.updates else 0
 
+    @property
+    def frozen(self) -> int:
+        """Number of parameters that are not trained."""
+        return self.parameters - self.trained
+
     @cached_property
     def moment_bytes(self) -> int:
         """Bytes of the optimizer's moments."""
@@ -84,6 +89,7 @@ class Job:
         chip: compute capability of the GPU, which decides about kernels; None: unknown, one without a workspace.
         keeps_gradients: whether gradients stay allocated until the next step's backward (Lightning's own order).
         fused: whether AdamW updates without temporaries, as it does on GPUs.
+        frozen_rounded: whether parameters that are not trained are held in bf16.
     """
 
     networks: Sequence[PlannedNetwork]
@@ -101,6 +107,7 @@ class Job:
     chip: tuple[int, int] | None = None
     keeps_gradients: bool = True
     fused: bool = True
+    frozen_rounded: bool = False
 
     @property
     def samples(self) -> int:

@@ -39,7 +39,7 @@ Parts = Mapping[str, float]
 def memory(job: Job) -> Parts:
     """Bytes on one rank by part, at the peak of a step, without fragmentation of the allocator."""
     resident = {
-        "parameters": _held(sum(n.parameters for n in job.networks), job),
+        "parameters": sum(_held_parameters(n, job) for n in job.networks),
         "optimizer moments": sum(n.moment_bytes for n in job.networks) / job.dims.shard,
         "averaged weights": _held(job.networks[0].parameters, job) if job.averaged else 0.0,
     }
@@ -63,6 +63,10 @@ def _held(parameters: float, job: Job) -> float:
     return SINGLE * parameters / job.dims.shard
 
 
+def _held_parameters(network: PlannedNetwork, job: Job) -> float:
+    return _held(network.parameters, job) - (SINGLE - HALF) * network.frozen * job.frozen_rounded
+
+
 def _moments(job: Job, network: PlannedNetwork) -> list[Parts]:
     """Bytes of a network's update at the points of a step that can be its peak."""
     blocks = job.blocks(network)
@@ -77,6 +81,8 @@ def _moments(job: Job, network: PlannedNetwork) -> list[Parts]:
     if not job.sharded and job.level != "full":
         # layers round their parameters where they use them; what is not computed again keeps the result
         rounded = HALF * float(network.parameters)
+    if job.frozen_rounded:
+        rounded = min(rounded, HALF * float(network.trained))
     activations = sum(layers * kept_bytes(shape, job.level) for shape, layers in blocks.items())
     one, turn = (max(count(shape, job.level) for shape in blocks) for count in (kept_bytes, turn_bytes))
     head = max(map(head_bytes, blocks))

@@ -23,8 +23,9 @@ MARGIN = 0.02
 POINTS = 16
 """Number of steps of a run at which the time of a step is estimated if its sparsity changes."""
 
+ROUNDED = "task.parallel.frozen=rounded"
 EIGHT_BIT = "optim.moments=int8 (extra lowbit)"
-"""The setting of 8-bit moments, for messages."""
+"""Settings of rounded frozen weights and of 8-bit moments, for messages."""
 
 Shape = tuple[int, ...]
 
@@ -51,6 +52,7 @@ def _jobs_of(
         "level": "none" if _is_automatic(cfg) else cfg.task.parallel.activation_checkpointing,
         "chip": chip,
         "compiled": bool(cfg.task.parallel.get("compile", False)),
+        "frozen_rounded": cfg.task.parallel.get("frozen") == "rounded",
     }
     total = sum(shapes.values())
 
@@ -145,12 +147,18 @@ class Estimate:
         """Settings with which the run fits: more recomputation, smaller micro-batches, 8-bit moments, or more GPUs."""
         if advice := self._same_numbers():
             return advice
-        eight_bit = self.changed(_with_8_bit_moments)
-        if eight_bit.fits:
-            return f"{EIGHT_BIT} fits"
-        if advice := eight_bit._same_numbers():
-            return f"{EIGHT_BIT} and {advice}"
         job = self.largest
+        freezes = any(network.frozen for network in job.networks) and not (job.sharded or job.frozen_rounded)
+        half = [(ROUNDED, _rounded)] if freezes else []
+        eight_bit = (EIGHT_BIT, _with_8_bit_moments)
+        for changes in (half, [eight_bit], [*half, eight_bit]):
+            other, names = self, ""
+            for name, change in changes:
+                other, names = other.changed(change), f"{names}{name} and "
+            if changes and other.fits:
+                return f"{names.removesuffix(' and ')} fits"
+            if changes and (advice := other._same_numbers()):
+                return f"{names}{advice}"
         for ranks in (2**i for i in range(1, 11)):
             count = job.dims.ranks * ranks
             spread = replace(job, dims=ParallelDims(shard=count), batch=1, micro_batches=1, level="full")
@@ -174,6 +182,10 @@ class Estimate:
                     f"task.parallel.activation_checkpointing={level} fits"
                 )
         return None
+
+
+def _rounded(job: Job) -> Job:
+    return replace(job, frozen_rounded=True)
 
 
 def _with_8_bit_moments(job: Job) -> Job:
