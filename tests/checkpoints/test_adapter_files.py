@@ -43,7 +43,8 @@ def written(base: Path, folder: Path, form: AdapterForm) -> tuple[dict[str, LowR
     sparse = random_sparse(COARSE_ONLY)
     gates = {name: dict(sparse.named_parameters())[name].detach() for name in gate_names(sparse)}
     adapters = adapters_for(base)
-    write_adapters(adapters, gates, folder, form, sparse=config_of(sparse))
+    shapes = {name: tuple(p.shape) for name, p in sparse.named_parameters()}
+    write_adapters(adapters, gates, folder, form, shapes=shapes, sparse=config_of(sparse))
     return adapters, gates
 
 

@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any, get_args
+
+import diffusers
 import pytest
 import torch
-from safetensors.torch import save_file
+from diffusers import loaders
+from diffusers.loaders import single_file_utils
+from safetensors.torch import load_file, save_file
 
 from tests.integrations import tiny
+from vsa.attention.video_sparse import VideoSparseAttention
+from vsa.checkpoints.adapter_files import FILE, AdapterForm, write_adapters
+from vsa.checkpoints.lora import LowRank
+from vsa.checkpoints.original_names import original_rows
+from vsa.checkpoints.wan import gate_names
+from vsa.checkpoints.weight_source import open_weights
 from vsa.integrations.diffusers import apply, merge_adapter
+from vsa.integrations.diffusers.network import DiffusersNetwork
 
 pytestmark = pytest.mark.filterwarnings("ignore:tiles .* full")
 
@@ -108,7 +121,8 @@ NAN = torch.full((24,), torch.nan)
     ("change", "message"),
     [
         ({f"{Q}.dora_scale": torch.ones(32)}, r"has keys of no known form .*to_q\.dora_scale, known are \.lora_A"),
-        ({"blocks.0.attn.qkv_proj.diff": torch.ones(3)}, r"changes parameters that MiniMaxH3.* lacks .*qkv_proj"),
+        ({"blocks.0.attn.kv_proj.diff": torch.ones(3)}, r"changes parameters that MiniMaxH3.* lacks .*kv_proj"),
+        ({"blocks.0.attn.qkv_proj.diff": torch.ones(3)}, r"qkv_proj.diff has shape \(3,\), the model needs \(96, 24\)"),
         ({f"{Q}.lora_B.weight": None}, r"has one of two factors of transformer_blocks\.1\.attn\.to_q\.weight"),
         (
             {f"{Q}.lora_B.weight": torch.ones(32, 4)},
@@ -142,3 +156,118 @@ def test_what_is_needed_first_is_said(tmp_path):
         merge_adapter(h3().model, tmp_path / "peft.safetensors")
     with pytest.raises(ValueError, match=r"absent\.safetensors is missing"):
         merge_adapter(h3().model, tmp_path / "absent.safetensors")
+
+
+FAMILIES = {
+    "ltx": (tiny.ltx, loaders.lora_pipeline.LTXVideoLoraLoaderMixin),
+    "hunyuan": (tiny.hunyuan, None),
+    "hunyuan15": (tiny.hunyuan15, None),
+    "minimax_h3": (tiny.minimax_h3, loaders.lora_pipeline.MiniMaxH3LoraLoaderMixin),
+    "kandinsky5": (tiny.kandinsky5, loaders.lora_pipeline.KandinskyLoraLoaderMixin),
+    "cogvideox": (tiny.cogvideox, loaders.lora_pipeline.CogVideoXLoraLoaderMixin),
+}
+READ: dict[AdapterForm, tuple[str, ...]] = {
+    "diffusers": ("ltx", "minimax_h3", "kandinsky5", "cogvideox"),
+    "comfyui": ("ltx", "minimax_h3"),
+    "musubi": ("minimax_h3",),
+}
+"""Families whose files in a form are read by diffusers 0.42."""
+
+
+def adapters_for(shapes: dict[str, tuple[int, ...]]) -> dict[str, LowRank]:
+    """An adapter of rank 2 on every linear layer of a block but one, as `task.lora.targets` may leave some out."""
+    made = {}
+    for i, (name, shape) in enumerate(shapes.items()):
+        module, _, kind = name.rpartition(".")
+        if "blocks." in name and kind == "weight" and len(shape) == 2 and not module.endswith("blocks.0.attn.to_k"):
+            made[module] = LowRank(tiny.randn(2, shape[1], seed=i), tiny.randn(shape[0], 2, seed=-i), 1.5)
+    return made
+
+
+@pytest.mark.parametrize("form", get_args(AdapterForm))
+@pytest.mark.parametrize("family", FAMILIES)
+def test_adapters_and_gates_of_every_family_go_out_and_in(family, form, tmp_path):
+    make, mixin = FAMILIES[family]
+    own = {"fine_gate": False, "gate_bias": False, "coarse_text": True} if family == "minimax_h3" else {}
+    model = make().model
+    model.save_pretrained(tmp_path / "base")
+    with torch.device("meta"):
+        sparse = DiffusersNetwork(
+            attention=partial(VideoSparseAttention, tile_thw=tiny.TILE, **own),
+            class_name=type(model).__name__,
+            config=model.config,
+        )
+    shapes = {name: tuple(p.shape) for name, p in sparse.named_parameters()}
+    gates = {name: tiny.randn(*shapes[name]) for name in gate_names(sparse)}
+    adapters = adapters_for({name: shape for name, shape in shapes.items() if name not in gates})
+    assert any(name.endswith(("to_q", "to_query")) for name in adapters)
+    write_adapters(adapters, gates, tmp_path / "lora", form, shapes=shapes, sparse=None)
+    before, merged = open_weights(tmp_path / "base"), open_weights(f"{tmp_path / 'base'}+{tmp_path / 'lora'}")
+    assert set(merged) == set(shapes)
+    assert all(torch.equal(merged[name], value) for name, value in gates.items())
+    deltas = {name: 1.5 * low.b.double() @ low.a.double() for name, low in adapters.items()}
+    for name in before:
+        delta = deltas.get(name.removesuffix(".weight"), torch.zeros(1))
+        torch.testing.assert_close(merged[name].double(), before[name].double() + delta, rtol=1e-6, atol=1e-5)
+    if family not in READ[form]:
+        return
+    # what diffusers reads, and nothing else but zeros
+    file = tmp_path / "lora" / FILE
+    save_file({key: value for key, value in load_file(file).items() if "to_gate" not in key}, file)
+    read: Any = mixin.lora_state_dict(str(file))
+    for key in (key for key in read if ".lora_A." in key):
+        name = key.removeprefix("transformer.").removesuffix(".lora_A.weight")
+        found = read[key.replace("lora_A", "lora_B")].double() @ read[key].double()
+        torch.testing.assert_close(found, deltas.pop(name, torch.zeros_like(found)), rtol=1e-5, atol=1e-5)
+    assert not deltas
+
+
+def hunyuan_shapes() -> dict[str, tuple[int, ...]]:
+    """Of the width that diffusers' converters of HunyuanVideo assume."""
+    sizes = dict(num_attention_heads=24, attention_head_dim=128, num_layers=1, num_single_layers=1)
+    sizes |= dict(num_refiner_layers=1, mlp_ratio=0.01, text_embed_dim=8, pooled_projection_dim=8)
+    with torch.device("meta"):
+        model = diffusers.HunyuanVideoTransformer3DModel(**sizes)  # type: ignore[arg-type]
+    return {name: tuple(p.shape) for name, p in model.named_parameters()}
+
+
+def test_fused_adapters_are_those_that_diffusers_splits(tmp_path):
+    # rows of one column, for the reader looks at rows alone
+    shapes = {name: (*shape[:1], 1) if len(shape) == 2 else shape for name, shape in hunyuan_shapes().items()}
+    # diffusers 0.42 cuts lora_A of the text's blocks in three too
+    adapters = adapters_for({name: shape for name, shape in shapes.items() if "refiner" not in name})
+    write_adapters(adapters, {}, tmp_path / "lora", "comfyui", shapes=shapes, sparse=None)
+    read: Any = loaders.lora_pipeline.HunyuanVideoLoraLoaderMixin.lora_state_dict(str(tmp_path / "lora" / FILE))
+    assert any("linear1" in key for key in load_file(tmp_path / "lora" / FILE))
+    for name, low in adapters.items():
+        a, b = (read[f"transformer.{name}.lora_{half}.weight"] for half in "AB")
+        torch.testing.assert_close(b @ a, 1.5 * low.b @ low.a, rtol=1e-5, atol=1e-5)
+
+
+CONVERTERS = {
+    "ltx": single_file_utils.convert_ltx_transformer_checkpoint_to_diffusers,
+    "minimax_h3": partial(single_file_utils.convert_minimax_h3_transformer_checkpoint_to_diffusers, config={}),
+    "hunyuan": single_file_utils.convert_hunyuan_video_transformer_to_diffusers,
+}
+
+
+@pytest.mark.parametrize("family", CONVERTERS)
+def test_original_tensors_are_those_that_diffusers_converts(family):
+    if family == "hunyuan":
+        shapes = {name: (*shape[:1], *(1 for _ in shape[1:])) for name, shape in hunyuan_shapes().items()}
+    else:
+        shapes = {name: tuple(p.shape) for name, p in FAMILIES[family][0]().model.named_parameters()}
+    rows = original_rows(shapes)
+    files = {own.key: tiny.randn(own.total, *shapes[name][1:], seed=i) for i, (name, own) in enumerate(rows.items())}
+    converted = CONVERTERS[family](dict(files))
+    assert converted.keys() == shapes.keys()
+    assert all(torch.equal(rows[name].of(files[rows[name].key]), value) for name, value in converted.items())
+    assert any(own.key != name for name, own in rows.items())
+
+
+def test_rows_of_another_order_are_refused(tmp_path):
+    case = h3()
+    fused = "blocks.0.attn.qkv_proj.lora_{}.default.weight"
+    save_file({fused.format("A"): torch.ones(2, 24), fused.format("B"): torch.ones(96, 2)}, tmp_path / "x.safetensors")
+    with pytest.raises(ValueError, match=r"is of DiffSynth-Studio, with the rows of .* head by head: load it by load_"):
+        merge_adapter(case.model, tmp_path / "x.safetensors")

@@ -273,6 +273,24 @@ def test_adapters_train(family):
     assert all(torch.equal(value, merged[name]) for name, value in plain.named_parameters())
 
 
+@pytest.mark.parametrize("family", ["wan", "ltx"], indirect=True)
+def test_gates_train_alone(family):
+    family.train("run=gates", "lora=gates", "trainer.max_steps=2")
+    family.train("run=gates", "lora=gates", "ckpt_path=last")
+    before, run = open_weights(family.folder), family.runs.folder("gates")
+    after = open_weights(run, "model")
+    assert all(torch.equal(after[name], before[name]) for name in before)
+    gates = sorted(set(after) - set(before))
+    assert gates
+    assert all(after[name].any() for name in gates if name.endswith("weight"))
+    # the others have no moments
+    moments = {name.removeprefix("optimizer/").rpartition("/")[0] for name in family.runs.tensors("gates")}
+    assert moments >= set(gates)
+    assert not moments & set(before)
+    convert(after, run.parent / "gates-exported", Conversion(golden=False))
+    assert sorted(load_sparse(run.parent / "gates-exported").state_dict().keys() - set(before)) == gates
+
+
 def test_it_samples(family):
     run = load_run(family.trained, device="cpu")
     sparse, dense = (generate(run, ["a red circle"], run.settings(steps=2, at=at)) for at in ("current", "dense"))

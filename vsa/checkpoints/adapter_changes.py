@@ -10,14 +10,14 @@ assigned"); diffusers 0.42 `loaders/lora_conversion_utils.py` for the other form
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
 
 from vsa.checkpoints.held_files import nearest
-from vsa.checkpoints.wan_names import diffusers_to_wan, is_gate
+from vsa.checkpoints.original_names import Rows, Shapes, original_rows, own_name
+from vsa.checkpoints.wan_names import is_gate
 from vsa.checkpoints.weight_files import TensorFiles, refuse_other_tensors, some
 from vsa.files import open_tensors
 
@@ -48,7 +48,7 @@ class AdapterChanges(Mapping[str, Mapping[str, str]]):
 
     Args:
         files: opened files.
-        shapes: shapes of the model's parameters by name, which the files may have as Wan's, or joined by underscores.
+        shapes: shapes of the model's parameters by name; files may have original names, or join them by underscores.
         place: name of the files for messages.
         model: name of the model for messages.
 
@@ -57,13 +57,13 @@ class AdapterChanges(Mapping[str, Mapping[str, str]]):
             files whose scales are in their metadata.
     """
 
-    def __init__(self, files: TensorFiles, shapes: Mapping[str, tuple[int, ...]], place: str, model: str):
-        self._files = files
+    def __init__(self, files: TensorFiles, shapes: Shapes, place: str, model: str):
+        self._files, self._rows = files, dict[tuple[str, str], Rows]()
         for name in files.names:
             if "lora_adapter_metadata" in (open_tensors(files.folder / name).metadata() or {}):
                 hint = "load it by load_lora_weights of the pipeline and fuse it"
                 raise ValueError(f"{files.folder / name} has its scales in its metadata: {hint}")
-        self._parts = self._found(_spellings(shapes), place)
+        self._parts = self._found(shapes, place)
         # a new gate is as large as the whole tensor of the file
         whole = {name: key for name, parts in self._parts.items() if (key := parts.get("set", parts.get("diff")))}
         self.new = {name: files.shape(key) for name, key in whole.items() if name not in shapes and is_gate(name)}
@@ -78,8 +78,8 @@ class AdapterChanges(Mapping[str, Mapping[str, str]]):
         expected = {key: shape for name in self for key, shape in self._expected(name, known[name]).items()}
         refuse_other_tensors(expected, files.shapes, place)
 
-    def _found(self, spellings: Mapping[str, str], place: str) -> dict[str, dict[str, str]]:
-        found: dict[str, dict[str, str]] = {}
+    def _found(self, shapes: Shapes, place: str) -> dict[str, dict[str, str]]:
+        spellings, found = _spellings(shapes), dict[str, dict[str, str]]()
         unknown = []
         for key in self._files.keys:
             plain = key.replace(".default.weight", ".weight")
@@ -90,7 +90,16 @@ class AdapterChanges(Mapping[str, Mapping[str, str]]):
                 continue
             parameter_ending, part = _ENDINGS[ending]
             parameter = plain.removesuffix(ending) + parameter_ending
-            found.setdefault(spellings.get(parameter, parameter), {})[part] = key
+            named = spellings.get(parameter)
+            if named is None:
+                found.setdefault(own_name(parameter, shapes) if is_gate(parameter) else parameter, {})[part] = key
+            for name, rows in (named or {}).items():
+                found.setdefault(name, {})[part] = key
+                if rows is not None and part not in ("down", "alpha"):
+                    self._rows[name, part] = rows
+            if len(named or ()) > 1 and plain not in key:
+                hint = "load it by load_lora_weights of the pipeline and fuse it"
+                raise ValueError(f"{place} is of DiffSynth-Studio, with the rows of {key} head by head: {hint}")
         if unknown:
             raise ValueError(f"{place} has keys of no known form {some(unknown)}, known are {', '.join(_ENDINGS)}")
         return found
@@ -98,7 +107,10 @@ class AdapterChanges(Mapping[str, Mapping[str, str]]):
     def _expected(self, name: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
         parts = self[name]
         rank = (*self._files.shapes.get(parts.get("down", ""), ()), 0)[0]
-        shapes = {"down": (rank, math.prod(shape[1:])), "up": (*shape[:1], rank)}
+        # one tensor of the file may hold several parameters
+        totals = {part: self._rows[name, part].total for part in parts if (name, part) in self._rows and shape}
+        shapes: dict[str, tuple[int, ...]] = {part: (total, *shape[1:]) for part, total in totals.items()}
+        shapes |= {"down": (rank, math.prod(shape[1:])), "up": (*shapes.get("up", shape)[:1], rank)}
         if "alpha" in parts:
             # one number, with or without a dimension
             own = self._files.shape(parts["alpha"])
@@ -115,6 +127,7 @@ class AdapterChanges(Mapping[str, Mapping[str, str]]):
         """
         dtype = torch.promote_types(value.dtype, torch.float32)
         parts = {part: self._files.read(key).to(value.device, dtype) for part, key in self[name].items()}
+        parts |= {part: self._rows[name, part].of(parts[part]) for part in parts if (name, part) in self._rows}
         new = value.to(dtype)
         if "down" in parts:
             rank = len(parts["down"])
@@ -134,17 +147,15 @@ class AdapterChanges(Mapping[str, Mapping[str, str]]):
         return len(self._parts)
 
 
-def _spellings(names: Collection[str]) -> dict[str, str]:
-    """Parameters by every name that a file may have for them."""
-    spellings = {name: name for name in names}
-    # the first tensor of Wan, for other classes have no other names
-    is_wan = "patch_embedding.weight" in names
-    for name in names:
-        own = [name]
-        with suppress(ValueError):
-            own += [diffusers_to_wan(name)] if is_wan else []
-        for spelling in own:
+def _spellings(shapes: Shapes) -> dict[str, dict[str, Rows | None]]:
+    """The parameters that every name of a file stands for, with their rows in its tensor; None: they are all of it."""
+    spellings: dict[str, dict[str, Rows | None]] = {name: {name: None} for name in shapes}
+    originals: dict[str, dict[str, Rows | None]] = {}
+    for name, rows in original_rows(shapes).items():
+        originals.setdefault(rows.key, {})[name] = rows
+    for names in (spellings, originals):
+        for spelling, parameters in list(names.items()):
             module, _, kind = spelling.rpartition(".")
-            spellings.setdefault(spelling, name)
-            spellings.setdefault(f"{module.replace('.', '_')}.{kind}", name)
+            spellings.setdefault(spelling, parameters)
+            spellings.setdefault(f"{module.replace('.', '_')}.{kind}", parameters)
     return spellings

@@ -1,8 +1,8 @@
 """Adapters in files of their own, with the gates trained beside them: written from a run, and merged into weights.
 
 Forms, whose readers are those of diffusers 0.42 (`loaders/lora_conversion_utils.py`): `diffusers` has its module names
-below `transformer.`; `comfyui` has Wan's below `diffusion_model.`, with `.alpha`, and whole differences as `.diff` and
-`.diff_b`; `musubi` (musubi-tuner) has Wan's, joined by underscores, after `lora_unet_`.
+below `transformer.`; `comfyui` has the original ones below `diffusion_model.`, and whole differences as `.diff` and
+`.diff_b`; `musubi` (musubi-tuner) has the original ones, joined by underscores, after `lora_unet_`, with `.alpha`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from vsa.checkpoints.adapter_changes import AdapterChanges
 from vsa.checkpoints.lora import LowRank
+from vsa.checkpoints.original_names import Shapes, original_rows
 from vsa.checkpoints.sparse_config import (
     SPARSE_CONFIG,
     SparseAttentionConfig,
@@ -25,7 +26,6 @@ from vsa.checkpoints.sparse_config import (
     write_sparse_config,
 )
 from vsa.checkpoints.wan import attention_of
-from vsa.checkpoints.wan_names import diffusers_to_wan
 from vsa.checkpoints.weight_files import TensorFiles, refuse_existing, save_tensors
 from vsa.checkpoints.weights import WeightSource
 from vsa.data.pretrained import weights_digest
@@ -42,6 +42,7 @@ def write_adapters(
     folder: Path,
     form: AdapterForm,
     *,
+    shapes: Shapes,
     sparse: SparseAttentionConfig | None,
     dtype: torch.dtype | None = None,
 ) -> None:
@@ -55,19 +56,23 @@ def write_adapters(
         gates: tensors of the gates by parameter name.
         folder: target folder.
         form: key form.
+        shapes: shapes of all parameters of the model by name.
         sparse: description of the gates, written beside them.
         dtype: dtype of the tensors; None: their own.
     """
     refuse_existing(folder)
     tensors: dict[str, Tensor] = {}
+    if form != "diffusers":
+        adapters, gates = _originals(adapters, shapes), {original_rows(shapes)[key].key: x for key, x in gates.items()}
     for module, (a, b, scale) in adapters.items():
-        name = _module_name(module, form)
-        if form == "diffusers":
-            # its readers take alpha as the rank
-            tensors |= {f"{name}.lora_A.weight": a, f"{name}.lora_B.weight": scale * b}
+        if form == "musubi":
+            name = f"lora_unet_{module.replace('.', '_')}"
+            tensors |= {f"{name}.lora_down.weight": a, f"{name}.lora_up.weight": b}
+            tensors[f"{name}.alpha"] = torch.tensor(scale * len(a), dtype=torch.float32)
             continue
-        tensors |= {f"{name}.lora_down.weight": a, f"{name}.lora_up.weight": b}
-        tensors[f"{name}.alpha"] = torch.tensor(scale * len(a), dtype=torch.float32)
+        name = f"{'transformer' if form == 'diffusers' else 'diffusion_model'}.{module}"
+        # readers take alpha as the rank
+        tensors |= {f"{name}.lora_A.weight": a, f"{name}.lora_B.weight": scale * b}
     own = dict(gates)
     if form == "comfyui":
         for key, value in gates.items():
@@ -83,11 +88,23 @@ def write_adapters(
             write_sparse_config(temporary, sparse)
 
 
-def _module_name(module: str, form: AdapterForm) -> str:
-    if form == "diffusers":
-        return f"transformer.{module}"
-    wan = diffusers_to_wan(f"{module}.weight").removesuffix(".weight")
-    return f"diffusion_model.{wan}" if form == "comfyui" else f"lora_unet_{wan.replace('.', '_')}"
+def _originals(adapters: Mapping[str, LowRank], shapes: Shapes) -> dict[str, LowRank]:
+    """The adapters of the original layers; one that holds several layers has the sum of their ranks."""
+    rows, parts = original_rows(shapes), dict[str, dict[int, str]]()
+    for name, own in rows.items():
+        parts.setdefault(own.key, {})[own.start] = name
+    joined = {}
+    for original in dict.fromkeys(rows[f"{module}.weight"].key for module in adapters):
+        names = [name for _, name in sorted(parts[original].items())]
+        lows = [adapters.get(name.removesuffix(".weight")) for name in names]
+        a = torch.cat([low.a for low in lows if low is not None])
+        # layers without an adapter get rows of zeros
+        halves = [
+            a.new_zeros(shapes[name][0], 0) if low is None else low.b for name, low in zip(names, lows, strict=True)
+        ]
+        b = torch.block_diag(*(rows[name].ordered(half) for name, half in zip(names, halves, strict=True)))
+        joined[original.removesuffix(".weight")] = LowRank(a, b, next(low.scale for low in lows if low is not None))
+    return joined
 
 
 class AdaptedWeights(WeightSource):

@@ -260,18 +260,19 @@ def convert_adapters(source: WeightSource, out: Path, options: Conversion) -> li
         ValueError: the source is no run with adapters, or other weights were trained with them.
     """
     lora = source.lora if isinstance(source, RunWeights) else None
-    if lora is None:
+    patterns = source.run_config.get("task", {}).get("trainable") or ()
+    if lora is None and not patterns:
         raise ValueError(f"--to {options.to} takes a run with lora=adapters, {source.name} has no adapters")
     gates = {name: source[name] for name in source if is_gate(name)}
-    patterns = source.run_config["task"].get("trainable") or ()
     others = [name for name in source if name not in gates and any(fnmatchcase(name, p) for p in patterns)]
     if others:
         raise ValueError(f"--to {options.to}: task.trainable trained {some(others)} too, which no adapter holds")
-    adapters = adapters_of(source.files.read, source.files.keys, lora)
+    adapters = {} if lora is None else adapters_of(source.files.read, source.files.keys, lora)
     dtype = None if options.dtype is None else getattr(torch, options.dtype)
     form = cast(AdapterForm, options.to.removeprefix("lora-"))
-    write_adapters(adapters, gates, out, form, sparse=sparse_config(source, options), dtype=dtype)
-    return [f"{len(adapters)} adapters of rank {lora.rank} and {len(gates)} gate tensors from {source} in {out}"]
+    write_adapters(adapters, gates, out, form, shapes=source.shapes, sparse=sparse_config(source, options), dtype=dtype)
+    rank = "" if lora is None else f" of rank {lora.rank}"
+    return [f"{len(adapters)} adapters{rank} and {len(gates)} gate tensors from {source} in {out}"]
 
 
 def _unusual(sparse: SparseAttentionConfig) -> Iterator[str]:
