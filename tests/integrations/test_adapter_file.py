@@ -9,17 +9,17 @@ import diffusers
 import pytest
 import torch
 from diffusers import loaders
-from diffusers.loaders import single_file_utils
 from safetensors.torch import load_file, save_file
 
 from tests.integrations import tiny
+from tests.integrations.test_original_names import original
 from vsa.attention.video_sparse import VideoSparseAttention
 from vsa.checkpoints.adapter_files import FILE, AdapterForm, write_adapters
+from vsa.checkpoints.convert import Conversion, convert
 from vsa.checkpoints.lora import LowRank
-from vsa.checkpoints.original_names import original_rows
 from vsa.checkpoints.wan import gate_names
 from vsa.checkpoints.weight_source import open_weights
-from vsa.integrations.diffusers import apply, merge_adapter
+from vsa.integrations.diffusers import apply, load_sparse, merge_adapter
 from vsa.integrations.diffusers.network import DiffusersNetwork
 
 pytestmark = pytest.mark.filterwarnings("ignore:tiles .* full")
@@ -244,30 +244,44 @@ def test_fused_adapters_are_those_that_diffusers_splits(tmp_path):
         torch.testing.assert_close(b @ a, 1.5 * low.b @ low.a, rtol=1e-5, atol=1e-5)
 
 
-CONVERTERS = {
-    "ltx": single_file_utils.convert_ltx_transformer_checkpoint_to_diffusers,
-    "minimax_h3": partial(single_file_utils.convert_minimax_h3_transformer_checkpoint_to_diffusers, config={}),
-    "hunyuan": single_file_utils.convert_hunyuan_video_transformer_to_diffusers,
-}
-
-
-@pytest.mark.parametrize("family", CONVERTERS)
-def test_original_tensors_are_those_that_diffusers_converts(family):
-    if family == "hunyuan":
-        shapes = {name: (*shape[:1], *(1 for _ in shape[1:])) for name, shape in hunyuan_shapes().items()}
-    else:
-        shapes = {name: tuple(p.shape) for name, p in FAMILIES[family][0]().model.named_parameters()}
-    rows = original_rows(shapes)
-    files = {own.key: tiny.randn(own.total, *shapes[name][1:], seed=i) for i, (name, own) in enumerate(rows.items())}
-    converted = CONVERTERS[family](dict(files))
-    assert converted.keys() == shapes.keys()
-    assert all(torch.equal(rows[name].of(files[rows[name].key]), value) for name, value in converted.items())
-    assert any(own.key != name for name, own in rows.items())
-
-
 def test_rows_of_another_order_are_refused(tmp_path):
     case = h3()
     fused = "blocks.0.attn.qkv_proj.lora_{}.default.weight"
     save_file({fused.format("A"): torch.ones(2, 24), fused.format("B"): torch.ones(96, 2)}, tmp_path / "x.safetensors")
     with pytest.raises(ValueError, match=r"is of DiffSynth-Studio, with the rows of .* head by head: load it by load_"):
         merge_adapter(case.model, tmp_path / "x.safetensors")
+
+
+@pytest.mark.parametrize("kind", ["folder", "adapters", "one file"])
+def test_a_student_without_a_description_is_refused_until_it_has_one(kind, tmp_path):
+    """A student of FastVideo in whole, as the adapters of one beside their base, and in one file of original names."""
+    case = tiny.minimax_h3()
+    case.model.save_pretrained(tmp_path / "base")
+    file = tensors()
+    student = merged(case.model.state_dict(), file, 1.0)
+    place = tmp_path / "base"
+    if kind == "folder":
+        save_file({name: x.float() for name, x in student.items()}, next(place.glob("*.safetensors")))
+    elif kind == "adapters":
+        save_file(file, tmp_path / "student.safetensors")
+    else:
+        next(place.glob("*.safetensors")).unlink()
+        save_file(original({name: x.float() for name, x in student.items()}), place / "fasth3.safetensors")
+    source = f"{place}+{tmp_path / 'student.safetensors'}" if kind == "adapters" else str(place)
+    with pytest.raises(ValueError, match=r"sparse_attention.json") as caught:
+        open_weights(source).network()
+    assert "vsa convert" in str(caught.value)
+    assert "\n" not in str(caught.value)
+    # a quarter of 1 x 2 x 2 tiles of (4, 4, 4), beside the prefix
+    convert(open_weights(source), tmp_path / "out", Conversion(sparsity=0.75, grid=(3, 5, 7)))
+    exported = open_weights(tmp_path / "out")
+    assert exported.sparse is not None
+    assert exported.sparse.settings == {**exported.sparse.settings, "gate_bias": False, "coarse_text": True}
+    assert (exported.sparse.num_tiles, exported.sparse.grid_topk) == ((4,), ((1, 1),))
+    assert all(tiny.difference(exported[name], value.float()) < 1e-6 for name, value in student.items())
+    # the class with its published gates computes the same
+    apply(case.model, sparsity=0.75, gates="coarse")
+    case.model.load_state_dict(student)
+    expected = case.run()
+    assert tiny.difference(load_sparse(tmp_path / "out")(**case.inputs).sample, expected) < 1e-5
+    assert tiny.difference(load_sparse(tmp_path / "out", topk=2)(**case.inputs).sample, expected) > 1e-4

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from vsa.checkpoints.held_files import nearest
+from vsa.checkpoints.held_files import PREFIXES, nearest
 from vsa.checkpoints.original_names import Rows, Shapes, original_rows, own_name
 from vsa.checkpoints.wan_names import is_gate
 from vsa.checkpoints.weight_files import TensorFiles, refuse_other_tensors, some
@@ -38,7 +38,7 @@ _ENDINGS = {
 }
 """Endings of keys: the ending of the parameter instead, and what the tensor is to it."""
 
-_PREFIXES = ("base_model.model.", "model.diffusion_model.", "diffusion_model.", "transformer.", "lora_unet_")
+_PREFIXES = ("base_model.model.", *PREFIXES, "lora_unet_")
 
 
 class AdapterChanges(Mapping[str, Mapping[str, str]]):

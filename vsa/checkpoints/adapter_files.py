@@ -176,7 +176,8 @@ class AdaptedWeights(WeightSource):
     def network(self, **options: Any) -> Network:
         if self._changes.new and not options.get("attention"):
             if self.sparse is None:
-                raise ValueError(f"{self._place} has gates but no {SPARSE_CONFIG} beside it")
+                remedy = f"vsa convert {self.source} OUT --sparsity S --grid T H W writes one"
+                raise ValueError(f"{self._place} has gates but no {SPARSE_CONFIG} beside it; {remedy}")
             options["attention"] = attention_of(self.sparse, options.pop("backend", None))
         return self._base.network(**options)
 

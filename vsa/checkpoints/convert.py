@@ -11,15 +11,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
 
-from vsa.attention.full import FullAttention
 from vsa.attention.kept_tiles import Budget
 from vsa.attention.named import NAMED, unusual
+from vsa.attention.video_sparse import VideoSparseAttention
 from vsa.checkpoints.adapter_files import AdapterForm, write_adapters
 from vsa.checkpoints.golden import write_golden
 from vsa.checkpoints.lora import adapters_of
@@ -28,7 +29,14 @@ from vsa.checkpoints.run_checkpoint import resolve_checkpoint
 from vsa.checkpoints.run_weights import RunWeights
 from vsa.checkpoints.sampling_settings import sampling_of_export, sampling_part, write_sampling_part
 from vsa.checkpoints.sparse_config import SPARSE_CONFIG, Grid, SparseAttentionConfig
-from vsa.checkpoints.wan import Layout, attention_of, export_pretrained, method_options, refuse_other_attention
+from vsa.checkpoints.wan import (
+    Layout,
+    attention_of,
+    export_pretrained,
+    method_options,
+    refuse_other_attention,
+    sparse_settings,
+)
 from vsa.checkpoints.wan_names import is_gate
 from vsa.checkpoints.weight_files import finite, refuse_existing, refuse_other_tensors, some
 from vsa.checkpoints.weight_source import open_network
@@ -142,27 +150,22 @@ def _sparse_of_options(source: WeightSource, gates: list[str], options: Conversi
             f"{source.name} has gates but no {SPARSE_CONFIG}: say how they were trained with --grid T H W and one of "
             f"--topk and --sparsity, got grid={options.grid}, topk={options.topk} and sparsity={options.sparsity}"
         )
+    settings: dict[str, Any] = {"tile_thw": FASTVIDEO_TILE, "fine_gate": any("to_gate_fine" in key for key in gates)}
+    if not any(key.endswith(".bias") for key in gates):
+        # as in the published students of MiniMax-H3
+        settings |= {"gate_bias": False, "coarse_text": True}
     with without_memory():
-        dense = network_of(source.config, FullAttention)
-    layers = len(dense.blocks)
-    sparse = SparseAttentionConfig(
-        method="video_sparse",
-        tile_thw=FASTVIDEO_TILE,
-        partition="cube",
-        block_order="nested",
-        fine_gate=any("to_gate_fine" in key for key in gates),
-        gate_keys=tuple(gates),
-        grid_topk=((1,) * layers,),
-        num_tiles=(1,),
-        grids=(options.grid,),
-    )
-    with without_memory():
-        model = dense.with_attention(attention_of(sparse))
+        model = network_of(source.config, partial(VideoSparseAttention, **settings))
     latents = [n * p for n, p in zip(options.grid, model.patch_size, strict=True)]
     num_tiles = model.layout_for((model.in_channels, *latents), "cpu").num_video_tiles
     topk = Budget(options.topk, options.sparsity).wanted(num_tiles)
-    budget = "count" if options.sparsity is None else "fraction"
-    return replace(sparse, grid_topk=((topk,) * layers,), num_tiles=(num_tiles,), budget=budget)
+    return SparseAttentionConfig(
+        **sparse_settings(model),
+        grid_topk=((topk,) * len(model.blocks),),
+        num_tiles=(num_tiles,),
+        grids=(options.grid,),
+        budget="count" if options.sparsity is None else "fraction",
+    )
 
 
 def refuse_for_fastvideo(sparse: SparseAttentionConfig | None) -> None:

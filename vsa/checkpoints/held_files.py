@@ -18,6 +18,9 @@ FORMATS = (".safetensors", ".gguf", ".pth", ".pt", ".ckpt", ".bin")
 HEAD_DIM, EPS = 128, 1e-6
 """Published values of all Wan models, which no shape determines."""
 
+PREFIXES = ("model.diffusion_model.", "diffusion_model.", "transformer.", "")
+"""What may stand before the names in a file of a transformer."""
+
 _SHARD = re.compile(r"-\d{5}-of-\d{5}")
 _FIRST = "patch_embedding.weight"
 _ADAPTER = re.compile(r"\.(lora_\w+|diff|diff_b|hada_\w+|alpha)(\.|$)")
@@ -91,7 +94,10 @@ def unprefixed(keys: Collection[str], what: str) -> dict[str, str]:
     first = min(keys, default="none")
     if any(map(_ADAPTER.search, keys)):
         raise ValueError(f"{what} holds adapters ({first}), not a model: init_from takes the model that they adapt")
-    raise ValueError(f"{what} has {len(prefixes)} keys {_FIRST}, a Wan model has one; its first key is {first}")
+    raise ValueError(
+        f"{what} has {len(prefixes)} keys {_FIRST}, a Wan model has one; its first key is {first}; a file of another "
+        "class needs the config.json of its transformer in diffusers beside it"
+    )
 
 
 def nearest(key: str, known: Collection[str]) -> str:

@@ -331,7 +331,8 @@ def read_sparse_config(folder: str | Path) -> SparseAttentionConfig:
     try:
         text = read_text(path)
     except FileNotFoundError:
-        raise ValueError(f"{path} is missing: it says how the gates of a sparse checkpoint are used") from None
+        remedy = f"vsa convert {folder} OUT --sparsity S --grid T H W writes it, with what they were trained with"
+        raise ValueError(f"{path} is missing: it says how gates of a sparse checkpoint are used; {remedy}") from None
     try:
         return SparseAttentionConfig.from_json(text)
     except ValueError as error:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from vsa.attention.full import FullAttention
 from vsa.attention.sparsity import ConstantSparsity, SparsitySchedule
@@ -21,8 +22,9 @@ from vsa.attention.video_sparse import Backend
 from vsa.checkpoints.adapter_files import AdaptedWeights, adapted_spec
 from vsa.checkpoints.experts import EXPERTS, NoiseRange, expert_range, refuse_experts
 from vsa.checkpoints.exported_sparsity import ExportedSparsity
-from vsa.checkpoints.held_files import EPS, HEAD_DIM, config_of_shapes, holds_file, unprefixed
+from vsa.checkpoints.held_files import EPS, HEAD_DIM, PREFIXES, config_of_shapes, holds_file, unprefixed, weights_file
 from vsa.checkpoints.network_settings import network_of
+from vsa.checkpoints.original_names import Rows, original_rows, own_name
 from vsa.checkpoints.run_checkpoint import resolve_checkpoint
 from vsa.checkpoints.run_weights import Group, RunWeights
 from vsa.checkpoints.sampling_settings import read_sampling_part
@@ -40,7 +42,15 @@ from vsa.checkpoints.wan import (
 )
 from vsa.checkpoints.wan_config import CLASS_NAME, named_sizes, transformer_config, video_dit_arguments
 from vsa.checkpoints.wan_names import config_of_wan, is_gate, is_unused, wan_to_diffusers
-from vsa.checkpoints.weight_files import WeightFiles, hub_parts, local_folder, pretrained_folder, read_json, some
+from vsa.checkpoints.weight_files import (
+    WEIGHTS,
+    WeightFiles,
+    hub_parts,
+    local_folder,
+    pretrained_folder,
+    read_json,
+    some,
+)
 from vsa.checkpoints.weights import WeightSource
 from vsa.data.codecs import vae_kind
 from vsa.data.pretrained import weights_digest
@@ -169,12 +179,16 @@ class PretrainedWeights(WeightSource):
 
 
 class FileWeights(PretrainedWeights):
-    """Weights of a Wan model in one file or in a folder, in Wan's own or diffusers' names under any prefix.
+    """Weights in one file or in a folder, in original or diffusers' names under any prefix.
 
-    Without a `config.json` beside them, the sizes are those of the shapes.
+    Without a `config.json` beside them they are of Wan, and the sizes are those of the shapes.
     """
 
     def _names(self, keys: list[str]) -> dict[str, str]:
+        self._held: dict[str, Rows] = {}
+        config = (self._place if self._place.is_dir() else self._place.parent) / "config.json"
+        if config.is_file() and read_json(config).get("_class_name") not in (CLASS_NAME, "WanModel", None):
+            return self._names_of_class(keys, read_json(config))
         stripped = unprefixed(keys, self.name)
         rename = wan_to_diffusers if "head.head.weight" in stripped else str
         try:
@@ -182,6 +196,33 @@ class FileWeights(PretrainedWeights):
         except ValueError as error:
             raise ValueError(f"{self.name}: {error}") from None
         return {name: key for name, key in named.items() if not is_unused(name)}
+
+    def _names_of_class(self, keys: list[str], config: Mapping[str, Any]) -> dict[str, str]:
+        with without_memory():
+            shapes = {name: tuple(p.shape) for name, p in network_of(config, FullAttention).named_parameters()}
+        own, originals = {}, original_rows(shapes)
+        for prefix in PREFIXES:
+            own = {key.removeprefix(prefix): key for key in keys if key.startswith(prefix)}
+            self._held = {name: rows for name, rows in originals.items() if name not in own and rows.key in own}
+            if self._held or own.keys() & shapes.keys():
+                break
+        # H3's file has a buffer, which its class computes
+        used = {rows.key for rows in self._held.values()} | {"rope.inv_freq"}
+        others = {own_name(name, shapes): key for name, key in own.items() if name not in used}
+        return others | {name: own[rows.key] for name, rows in self._held.items()}
+
+    def _read(self, name: str) -> Tensor:
+        value = super()._read(name)
+        return self._held[name].of(value) if name in self._held else value
+
+    def _rows(self, name: str, start: int, stop: int) -> Tensor:
+        return self[name][start:stop] if name in self._held else super()._rows(name, start, stop)
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        shapes = super().shapes
+        sliced = {name: rows for name, rows in self._held.items() if shapes[name][:1] == (rows.total,)}
+        return shapes | {name: (rows.stop - rows.start, *shapes[name][1:]) for name, rows in sliced.items()}
 
     @property
     def name(self) -> str:
@@ -243,7 +284,8 @@ def open_weights(spec: str | Path, group: Group | None = None) -> WeightSource:
         return FileWeights(str(spec), folder)
     folder = pretrained_folder(folder)
     is_wan = read_json(folder / "config.json").get("_class_name") == "WanModel"
-    return (FileWeights if is_wan else PretrainedWeights)(str(spec), folder)
+    of_diffusers = not is_wan and weights_file(folder, WEIGHTS).name.startswith(WEIGHTS)
+    return (PretrainedWeights if of_diffusers else FileWeights)(str(spec), folder)
 
 
 def open_network(
