@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.data.test_wan import as_pixels, clip
+from vsa.data.clip_rules import ClipRules
 from vsa.data.codecs import LtxVAE, WanVAE, check_frames, vae_kind
 from vsa.data.encode_options import EncodeOptions
 
@@ -90,6 +92,15 @@ def test_statistics_are_the_buffers_and_the_scale_of_the_pipeline(codec: LtxVAE,
     latents = torch.randn(1, 8, 2, 2, 2, generator=torch.Generator().manual_seed(0))
     expected = LTXPipeline._normalize_latents(latents, MEAN, STD, 0.5)  # pyright: ignore
     torch.testing.assert_close((latents - mean.view(-1, 1, 1, 1)) / std.view(-1, 1, 1, 1), expected)
+
+
+def test_sizes_are_whole_cells_which_the_models_take_one_by_one(codec: LtxVAE) -> None:
+    assert ClipRules(size=(96, 160)).untrainable(codec) == []
+    assert ClipRules().plan(Path("x.mp4"), codec, frames=9, height=100, width=190).size == (9, 96, 160)
+    # the control: patches of 2 x 2 cells
+    wan = SimpleNamespace(id="wan-vae-4x32x32-c16", stride=(8, 32, 32), frames_that_fit=codec.frames_that_fit)
+    assert ClipRules(size=(96, 160)).untrainable(wan) == [(96, 160)]  # type: ignore[arg-type]
+    assert ClipRules().plan(Path("x.mp4"), wan, frames=9, height=100, width=190).size == (9, 64, 128)  # type: ignore[arg-type]
 
 
 def test_lengths_and_sizes_that_do_not_fit(codec: LtxVAE) -> None:

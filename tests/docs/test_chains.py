@@ -128,3 +128,5 @@ def test_the_training_on_latents_of_a_vae_alone(tmp_path: Path):
     cfg = composed(*words)
     assert build(cfg.data.codec).hash == LtxVAE(place).hash
     assert (cfg.model.in_channels, cfg.model.out_channels, cfg.task.latent_scale) == (8, 8, "channel")
+    # cells of 32 pixels, an odd number of them too
+    assert list(cfg.model.patch_size) == [1, 1, 1]

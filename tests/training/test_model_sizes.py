@@ -5,9 +5,13 @@ from __future__ import annotations
 import shutil
 
 import pytest
+import torch
+from omegaconf import OmegaConf
 
 from tests.data.tiny_wan import make_transformer
 from tests.tiny_runs import TINY_OVERRIDES, training, vsa_command  # noqa: F401
+from vsa.data.video_files import write_video
+from vsa.training.model_sizes import follow_rate
 
 OWN = tuple(f"~{word.partition('=')[0]}" for word in TINY_OVERRIDES if word.startswith("model."))
 FINETUNE = ("task=finetune", "start=dense", "data.text_encoder.dim=32")
@@ -58,3 +62,25 @@ def test_all_that_does_not_fit_is_told_at_once(training, weights, tmp_path):  # 
     vsa_command("encode", tmp_path / "v", tmp_path / "s", "--overwrite", "--text", "ngrams")
     with pytest.raises(ValueError, match=r"text_dim=48, but .*shards were encoded with text encoder hashed-ngrams-64"):
         training(*FINETUNE, *stored, *wrong, "sparsity.sparsity=null", f"init_from={weights}")
+
+
+def test_positions_in_seconds_follow_the_rate_of_the_data(tmp_path):
+    write_video(tmp_path / "v" / "a.mp4", torch.zeros(48, 16, 16, 3, dtype=torch.uint8), fps=24)
+    (tmp_path / "v" / "a.txt").write_text("a black square")
+    vsa_command("encode", tmp_path / "v", tmp_path / "s4", "--text-dim", "32", "--fps", "4", "--frames", "8")
+    ltx, data = {"class_name": "LTXVideoTransformer3DModel"}, {"root": str(tmp_path / "s4")}
+    cfg = OmegaConf.create({"model": ltx, "data": data, "ckpt_path": None})
+    assert follow_rate(cfg) == f"most clips in {tmp_path / 's4'} have 4 frames a second: model.constants.fps=4"
+    assert cfg.model.constants == {"fps": 4}
+    # own values stay, and so do runs and classes that have none
+    for changes in (
+        {"model": {**ltx, "constants": {"fps": 30}}},
+        {"ckpt_path": "last"},
+        {"model": {"class_name": "WanTransformer3DModel"}},
+        {"model": {"_target_": "vsa.models.video_dit.VideoDiT"}},
+        {"data": {"root": str(tmp_path / "none")}},
+    ):
+        other = OmegaConf.create({"model": ltx, "data": data, "ckpt_path": None, **changes})
+        before = OmegaConf.to_yaml(other)
+        assert follow_rate(other) is None
+        assert OmegaConf.to_yaml(other) == before

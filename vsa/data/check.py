@@ -11,7 +11,7 @@ from rich.progress import Progress
 from torch import Tensor
 
 from vsa.data.bad_samples import BadSampleError, write_drop_list
-from vsa.data.clip_rules import PATCH
+from vsa.data.clip_rules import patch_of
 from vsa.data.index import DatasetIndex, SampleEntry
 from vsa.data.index_statistics import deviation_or_one
 from vsa.data.revisions import open_local_index
@@ -87,9 +87,10 @@ def _problems(reader: LatentReader, sample: SampleEntry, sums: Tensor) -> Iterat
         return
     flat = latent.double().flatten(1)
     sums += torch.stack([torch.full((len(flat),), flat.shape[1]), flat.sum(1), (flat**2).sum(1)])
-    if any(side % PATCH for side in sample.latent_shape[2:]):
+    patch = patch_of(reader.index.codec.id)
+    if any(side % patch for side in sample.latent_shape[2:]):
         shape = "x".join(map(str, sample.latent_shape))
-        problem = f"sample {sample.id}: latent {shape} does not divide into the {PATCH}x{PATCH} patches of models"
+        problem = f"sample {sample.id}: latent {shape} does not divide into the {patch}x{patch} patches of models"
         yield f"shape in {sample.latent.shard}", problem
 
 

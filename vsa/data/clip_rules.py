@@ -24,8 +24,8 @@ from vsa.data.shots import Film, ShotsBy
 from vsa.data.video_files import IMAGE_SUFFIXES
 from vsa.errors import told_together
 
-# height and width, in latent cells, of the patches of all models here and of Wan
-PATCH = 2
+# height and width, in latent cells, of the patches of models: LTX-Video's take cells of 32 pixels one by one
+_PATCHES = {"ltx-vae": 1}
 # memory of a pixel value: float32 before and after scaling, and a byte
 _BYTES_PER_VALUE = 9
 
@@ -123,9 +123,9 @@ class ClipRules:
         return [b.frames for b in self.buckets] or ([self.frames] if self.frames is not None else [])
 
     def untrainable(self, codec: Codec) -> list[tuple[int, int]]:
-        """Requested sizes whose latents do not divide into patches of 2 x 2 cells."""
-        _, sh, sw = codec.stride
-        return sorted({(h, w) for h, w in self.sizes if h // sh % PATCH or w // sw % PATCH})
+        """Requested sizes whose latents do not divide into the patches of models."""
+        (_, sh, sw), patch = codec.stride, patch_of(codec.id)
+        return sorted({(h, w) for h, w in self.sizes if h // sh % patch or w // sw % patch})
 
     def plan(self, path: Path, codec: Codec, *, frames: int, height: int, width: int) -> Cut:
         """Scaling and cropping of a video of the given size; ValueError if it is too short or too small."""
@@ -148,7 +148,7 @@ class ClipRules:
             raise ValueError(f"video {path} has {length_text}, expected at least {target_frames or shortest}")
 
         if size is None:
-            ph, pw = PATCH * sh, PATCH * sw
+            ph, pw = (patch_of(codec.id) * s for s in (sh, sw))
             cropped = (length, height - height % ph, width - width % pw)
             if 0 in cropped:
                 raise ValueError(f"video {path} has {height}x{width} pixels, expected at least a patch of {ph}x{pw}")
@@ -252,14 +252,18 @@ class ClipRules:
             return size, size[0]
 
 
+def patch_of(codec: str) -> int:
+    """Height and width, in latent cells, of the patches of the models that take latents of a codec, by its id."""
+    return next((patch for name, patch in _PATCHES.items() if codec.startswith(name)), 2)
+
+
 def _check_size(codec: Codec, height: int, width: int) -> None:
     _, sh, sw = codec.stride
     if height < 1 or width < 1 or height % sh or width % sw:
         raise ValueError(f"size {height}x{width} (height x width) must be multiples of the codec stride {sh}x{sw}")
-    if height < PATCH * sh or width < PATCH * sw:
-        raise ValueError(
-            f"size {height}x{width} (height x width) is below the smallest tile, one token of {PATCH * sh}x{PATCH * sw}"
-        )
+    ph, pw = (patch_of(codec.id) * s for s in (sh, sw))
+    if height < ph or width < pw:
+        raise ValueError(f"size {height}x{width} (height x width) is below the smallest tile, one token of {ph}x{pw}")
 
 
 def _memory() -> int:

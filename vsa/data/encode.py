@@ -21,7 +21,7 @@ from torch import Tensor
 from vsa.data.captioner import MADE, caption_clips
 from vsa.data.captions import led_by, read_captions
 from vsa.data.clip_plan import ClipPlan, PlannedClip, find_shots, plan_films
-from vsa.data.clip_rules import PATCH
+from vsa.data.clip_rules import patch_of
 from vsa.data.codecs import Codec, EmbeddedCodec, WanVAE
 from vsa.data.decoder_process import DecoderPool, DecoderProcess
 from vsa.data.encode_errors import OutOfMemory, UnusableFiles, memory_errors, refuse_overlap, unusable
@@ -296,11 +296,11 @@ class _Encoding:
         }
         if cut := describe_cut(self._text_encoder, chain(*(captions for _, *captions in sorted(said)))):
             yield cut
-        codec, (_, sh, sw) = self._codec, self._codec.stride
+        codec, (_, sh, sw), patch = self._codec, self._codec.stride, patch_of(self._codec.id)
         for h, w in self._options.clips.untrainable(codec):
             yield (
-                f"clips of {h}x{w} give latents of {h // sh}x{w // sw}, which do not divide into the {PATCH}x{PATCH} "
-                f"patches of models: choose multiples of {PATCH * sh}x{PATCH * sw} with --size or --buckets"
+                f"clips of {h}x{w} give latents of {h // sh}x{w // sw}, which do not divide into the {patch}x{patch} "
+                f"patches of models: choose multiples of {patch * sh}x{patch * sw} with --size or --buckets"
             )
 
         def measured() -> Iterator[tuple[str, Tensor]]:

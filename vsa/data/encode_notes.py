@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from vsa.data.clip_rules import PATCH, ClipRules
+from vsa.data.clip_rules import ClipRules
 from vsa.data.codecs import Codec
 from vsa.errors import is_out_of_memory
 
@@ -45,7 +45,7 @@ def describe_notes(notes: Sequence[tuple[str, Any]]) -> list[str]:
         shapes = [f"{count} from {shape}" for shape, count in cropped.most_common(_LISTED_SHAPES)]
         more = ["..."] if len(cropped) > _LISTED_SHAPES else []
         lines.append(
-            f"latents cropped to divide into the {PATCH}x{PATCH} patches of models: {', '.join(shapes + more)}; "
+            f"latents cropped to divide into the 2x2 patches of models: {', '.join(shapes + more)}; "
             "--size and --buckets choose other sizes"
         )
     return lines

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from vsa.attention.tiling import count_tiles
-from vsa.data.clip_rules import PATCH
+from vsa.data.clip_rules import patch_of
 from vsa.data.codecs import Codec, DctCodec, HaarCodec, vae_kind
 from vsa.data.text import HashedNgramEncoder, SentenceEncoder, TextEncoder, UMT5Encoder, sentence_folder
 from vsa.settings import key_value
@@ -95,7 +95,8 @@ class EncoderChoice:
             return []
         places = [key_value("data.root", root), key_value("data.videos", videos)]
         t, h, w = max((shape[1:] for shape in shapes), key=math.prod)
-        tile, sparsity = _selection((t, h // PATCH, w // PATCH))
+        patch = patch_of(vae_kind(self.vae).name if self.vae else "")
+        tile, sparsity = _selection((t, h // patch, w // patch))
         if self.model:
             settings = ["experiment=finetune_wan_1_3b", "model=from_checkpoint", *places]
             settings += [key_value(key, self.model) for key in ("data.codec.source", "init_from")]
@@ -109,6 +110,7 @@ class EncoderChoice:
             if self.vae:
                 kind, (channels, *_), own = vae_kind(self.vae), next(iter(shapes)), []
                 settings += [f"data.codec._target_={kind.__module__}.{kind.__name__}"]
+                settings += ["model.patch_size=[1,1,1]"] if patch == 1 else []
                 settings += [key_value("+data.codec.source", self.vae), "task.latent_scale=channel"]
             elif self.codec == "haar":
                 settings += [f"data.codec._target_={HaarCodec.__module__}.HaarCodec"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -165,17 +165,23 @@ def refuse_other_encoders(store: SampleStore, codec: Codec, text_encoder: TextEn
             )
 
 
+def stored_index(data: Any) -> Iterator[tuple[str, DatasetIndex]]:
+    """Folder and index of the first set that the settings of a data module name, if it can be read."""
+    root = data.get("root") or next((source["root"] for source in (data.get("sources") or {}).values()), None)
+    # a set that cannot be read is refused when it is opened
+    with suppress(ValueError, OSError):
+        yield str(root), DatasetIndex.load(Path(str(root)) / INDEX_NAME)
+
+
 def follow_codec(data: Any) -> str | None:
     """Give settings of shards with an embedded codec the kind that the record of their set names; a line about it.
 
     Args:
         data: settings of a data module, changed here.
     """
-    root = data.get("root") or next((source["root"] for source in (data.get("sources") or {}).values()), None)
     target = data.get("codec", {}).get("_target_")
-    # a set that cannot be read is refused when it is opened
-    with suppress(ValueError, OSError):
-        stored = EMBEDDED.get(DatasetIndex.load(Path(str(root)) / INDEX_NAME).codec.id.partition("-")[0])
+    for root, index in stored_index(data):
+        stored = EMBEDDED.get(index.codec.id.partition("-")[0])
         if target != stored and {target, stored} == set(EMBEDDED.values()):
             data.codec._target_ = stored
             return f"the shards in {root} have another embedded codec: data.codec._target_={stored}"

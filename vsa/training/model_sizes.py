@@ -9,6 +9,9 @@ from omegaconf import DictConfig, OmegaConf
 from vsa.checkpoints.network_settings import DIFFUSERS, diffusers_settings, network_settings
 from vsa.checkpoints.run_checkpoint import resolve_checkpoint
 from vsa.checkpoints.weight_source import open_weights
+from vsa.data.index import USUAL_FPS
+from vsa.data.sample_store import stored_index
+from vsa.integrations.diffusers.families import FAMILIES
 
 
 def fill_model(cfg: DictConfig) -> None:
@@ -45,3 +48,18 @@ def fill_model(cfg: DictConfig) -> None:
             raise ValueError("model.class_name=null: model=diffusers takes a class from init_from, or by its name")
         own["config"] = {**sizes.get("config", {}), **own.get("config", {})}
     cfg.model = {**sizes, **own, "_target_": target}
+
+
+def follow_rate(cfg: DictConfig) -> str | None:
+    """Give a class whose positions are seconds the frame rate of the data of a new run, unless it is set; a line about
+    it."""
+    family = FAMILIES.get(cfg.model.get("class_name"))
+    own = {} if family is None or family.parts is None else family.parts.constants or {}
+    if "fps" not in own or "fps" in (cfg.model.get("constants") or {}) or cfg.ckpt_path is not None:
+        return None
+    for root, index in stored_index(cfg.data):
+        rate = max(rates := index.rates(), key=lambda rate: rates[rate], default=USUAL_FPS)
+        if rate not in (own["fps"], USUAL_FPS):
+            OmegaConf.update(cfg, "model.constants.fps", rate, force_add=True)
+            return f"most clips in {root} have {rate:g} frames a second: model.constants.fps={rate:g}"
+    return None

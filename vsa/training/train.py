@@ -43,7 +43,7 @@ from vsa.training.deadline import deadline_of
 from vsa.training.ending import fit, nothing_to_do
 from vsa.training.estimate.gpus import gpu_here
 from vsa.training.estimate.run import estimate_of, full_lines, with_dense_attention
-from vsa.training.model_sizes import fill_model
+from vsa.training.model_sizes import fill_model, follow_rate
 from vsa.training.modules.checks import JobSize
 from vsa.training.out_of_memory import told_out_of_memory
 from vsa.training.parallel import choose_strategy
@@ -135,6 +135,7 @@ def check_run(cfg: DictConfig, opened: dict[str, Any]) -> None:
         raise ValueError("dry_run=true applies to single runs: a sweep checks all its runs before the first one starts")
     cfg = cfg.copy()
     follow_codec(cfg.data)
+    follow_rate(cfg)
     key = OmegaConf.to_yaml(cfg.data, resolve=True)
     datamodule = opened.get(key) or build(cfg.data)
     if budget_of(cfg) is None:
@@ -200,8 +201,9 @@ def _train(
 
     resume = _resume(cfg, run_dir)
     refuse_unknown_keys(cfg.resume.allow, cfg, {} if resume is None else resume.state["config"])
-    if (line := follow_codec(cfg.data)) is not None:
-        rank_zero_info(line)
+    for line in (follow_codec(cfg.data), follow_rate(cfg)):
+        if line is not None:
+            rank_zero_info(line)
     datamodule = build(cfg.data)
     if resume is not None:
         datamodule.keep(resume.state)
