@@ -24,15 +24,17 @@ def test_settings_divide_the_ranks(strategy, ranks, replicate, shard):
     assert [dims.data_rank(rank) for rank in range(ranks)] == list(range(ranks))
 
 
-def test_copies_that_do_not_divide_the_ranks_are_refused():
+def test_copies_and_groups_that_do_not_divide_the_ranks_are_refused():
     with pytest.raises(ValueError, match=r"trainer\.strategy\.replicate=4 must divide the 6 ranks"):
         ParallelDims.of_settings({"replicate": 4}, 6)
+    with pytest.raises(ValueError, match=r"task\.parallel\.sequence=4 must divide the number of ranks, which is 6"):
+        ParallelDims.of_settings("auto", 6, 4)
 
 
 @pytest.mark.parametrize("per_sample", [1, 2, 3, 6])
-def test_ranks_that_share_samples_read_the_same_slots(monkeypatch, per_sample):
-    monkeypatch.setattr(ParallelDims, "ranks_per_sample", per_sample)
-    dims = ParallelDims(replicate=2, shard=3)
+def test_ranks_that_share_samples_read_the_same_slots(per_sample):
+    dims = ParallelDims.of_settings({"replicate": 2}, 6, per_sample)
+    assert dims == ParallelDims(replicate=2, shard=3, sequence=per_sample)
     assert dims.micro_batch(24, 2) == 24 // (2 * 6 // per_sample)
     slots = [
         [list(RankSlice(accumulate=2, rank=dims.data_rank(rank), world=dims.data_size).slots(24, m)) for m in range(2)]

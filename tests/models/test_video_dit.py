@@ -11,7 +11,9 @@ from torch.utils.checkpoint import CheckpointPolicy
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.tiny_models import GRID, LATENT, LEVELS, SIZES, SPARSE, assert_equal_runs, make_inputs, make_model
+from vsa.attention.context import AttnContext
 from vsa.attention.full import FullAttention
+from vsa.attention.kept_tiles import KeptTiles
 from vsa.attention.layout import TileLayout
 from vsa.attention.video_sparse import VideoSparseAttention
 from vsa.models.embeddings import ResidualNorm
@@ -46,8 +48,8 @@ def test_rope_left_in_raster_order_would_show(monkeypatch):
     raster, tiled = make_model(), make_model(TiledFull)
     inputs = make_inputs()
     expected = raster(*inputs)
-    tables = raster._rope(GRID, raster.layout_for(LATENT))
-    monkeypatch.setattr(tiled, "_rope", lambda grid, layout: tables)
+    tables = raster._rope(AttnContext(layout=raster.layout_for(LATENT), topk=KeptTiles((1,))))
+    monkeypatch.setattr(tiled, "_rope", lambda ctx: tables)
     assert (tiled(*inputs) - expected).abs().max() > 1e-4
 
 

@@ -29,7 +29,6 @@ from tests.training.distillations import (
 )
 from tests.training.ranks import run_ranks
 from vsa.cli.convert import convert
-from vsa.data.parallel_dims import ParallelDims
 from vsa.training.run_state import tensors_of
 
 # resume
@@ -190,15 +189,16 @@ def test_the_frozen_teacher_is_outside_of_the_checkpoint_and_pinned(distill, tra
 
 @pytest.mark.soak("any number of ranks is one process, over a resume too")
 @pytest.mark.parametrize(
-    ("trainer", "term", "ranks_per_sample"),
+    ("trainer", "term", "sequence"),
     [
         ("fsdp", ("model.num_layers=1",), 1),
-        pytest.param("fsdp", ("model.num_layers=1",), 2, marks=pytest.mark.slow),
         pytest.param("fsdp", (GAN, TOLD), 1, marks=pytest.mark.slow),
+        pytest.param("ddp", (GAN, TOLD), 2, marks=pytest.mark.slow),
         pytest.param("ddp", (), 1, marks=pytest.mark.slow),
     ],
 )
-def test_two_ranks_are_one(distill, training, trainer, term, ranks_per_sample):
+def test_two_ranks_are_one(distill, training, trainer, term, sequence):
+    term += ("model.num_attention_heads=2", "model.attention_head_dim=6") if sequence > 1 else ()
     training(*DENSE, *(o for o in term if o.startswith("model.")))
     common = (
         f"init_from={training.folder('dense')}",
@@ -214,10 +214,10 @@ def test_two_ranks_are_one(distill, training, trainer, term, ranks_per_sample):
         "trainer.accelerator=cpu",
         "trainer.accumulate_grad_batches=2",
         "trainer.val_check_interval=4",
+        f"task.parallel.sequence={sequence}",
     )
 
     def on_rank(rank: int) -> None:
-        ParallelDims.ranks_per_sample = ranks_per_sample
         distill(*common, *spread, "run=two")
         source = checkpoints(training.folder("one"))[0].path
         distill(*common, *spread, "run=resumed", f"ckpt_path={source}")

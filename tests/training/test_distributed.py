@@ -25,7 +25,6 @@ import vsa.data.plan_datamodule as plan_datamodule
 from tests.training.ranks import run_ranks
 from vsa.checkpoints.wan import export_pretrained
 from vsa.config import model_factory
-from vsa.data.parallel_dims import ParallelDims
 from vsa.training.metrics_csv import MetricsCSV
 from vsa.training.modules.pretrain import PretrainModule
 from vsa.training.parallel import ShardedDataParallel, rank_zero_reports
@@ -78,20 +77,19 @@ def validation(training, run: str) -> list[str]:
     return (training.folder(run) / "validation.csv").read_text().splitlines()
 
 
-def ranks_are_one(training, world: int, overrides: tuple[str, ...], ranks_per_sample: int = 1) -> None:
-    training(*COMMON, "run=one")
+def ranks_are_one(training, world: int, overrides: tuple[str, ...], common: tuple[str, ...] = COMMON) -> None:
+    training(*common, "run=one")
     step_3 = training.folder("one") / "checkpoints" / "step-00000003"
 
     def on_rank(rank: int) -> int | str | None:
-        ParallelDims.ranks_per_sample = ranks_per_sample
-        training(*COMMON, *overrides, "run=straight")
+        training(*common, *overrides, "run=straight")
         # only the last rank is signalled
         with pytest.raises(SystemExit) as stop:
-            training(*COMMON, *overrides, "run=stopped", callbacks=(SignalTo(3),) if rank == world - 1 else ())
+            training(*common, *overrides, "run=stopped", callbacks=(SignalTo(3),) if rank == world - 1 else ())
         assert training.last("stopped").step == 3
         dist.barrier()
-        training(*COMMON, *overrides, "run=stopped", "ckpt_path=last")
-        training(*COMMON, *overrides, "run=from_one", f"ckpt_path={step_3}")
+        training(*common, *overrides, "run=stopped", "ckpt_path=last")
+        training(*common, *overrides, "run=from_one", f"ckpt_path={step_3}")
         return stop.value.code
 
     # rank 0 tells: launchers kill all ranks once one has failed
@@ -110,7 +108,7 @@ def ranks_are_one(training, world: int, overrides: tuple[str, ...], ranks_per_sa
     # and in another number
     assert largest_difference(one, training.tensors("from_one")) < 1e-6
     source = training.folder("straight") / "checkpoints" / "step-00000003"
-    training(*COMMON, "run=to_one", f"ckpt_path={source}")
+    training(*common, "run=to_one", f"ckpt_path={source}")
     assert largest_difference(one, training.tensors("to_one")) < 1e-6
     # control: the steps after the stop do move everything
     half = {
@@ -135,7 +133,10 @@ def test_four_ranks_in_two_copies_are_one(training):
 
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_ranks_that_share_samples_are_one(training, world):
-    ranks_are_one(training, world, ("trainer=fsdp", "trainer.accelerator=cpu"), ranks_per_sample=2)
+    # 3 x 3 x 4 tokens in tiles of which the last ones are partial: 2, 1, 2, 1
+    heads = ("model.num_attention_heads=2", "model.attention_head_dim=6")
+    shared = ("trainer=fsdp", "trainer.accelerator=cpu", "task.parallel.sequence=2")
+    ranks_are_one(training, world, shared, (*COMMON, *heads))
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import wraps
 from typing import Any
 
@@ -17,6 +18,7 @@ from vsa_kernels.modes import autocasts, lowered
 from vsa.attention.context import AttnContext
 from vsa.attention.dense import dense_attn_per_sample
 from vsa.attention.layout import Segment, TileLayout
+from vsa.attention.sequence import Division
 from vsa.attention.tiling import Grid
 from vsa.settings import arguments_of
 
@@ -44,9 +46,9 @@ def without_autocast(step: Callable[..., Any]) -> Callable[..., Any]:
 class AttentionMethod(nn.Module):
     """Self-attention of one layer, between the qk-norm and the output projection.
 
-    A method has three parts, so that sequence parallelism can put its all-to-alls between them: `project` computes
-    per-token tensors that stay local, `attend` handles the whole sequence for some heads, `combine` computes the
-    output.
+    A method has three parts: `project` computes per-token tensors, `attend` handles the whole sequence, `combine`
+    computes the output. Where several ranks share a sample, tensors travel between them: `attend` then gets some of the
+    heads, and the other two the tokens of a rank.
 
     A method's own parameters live in `extra_modules()`; the block registers these under their names
     (`blocks.N.to_gate_compress`), so a dense checkpoint's keys stay a subset of a sparse one's.
@@ -83,6 +85,12 @@ class AttentionMethod(nn.Module):
     takes_text = True
     """Whether a row may hold text and cond tokens beside its video."""
 
+    takes_query_parts = False
+    """Whether `attend` takes the queries of a part, with all keys, see `vsa.attention.sequence.part_of`."""
+
+    needs_all_heads: str | None = None
+    """Setting with which the heads cannot be computed apart, on several ranks."""
+
     operator = "coarse_fine_attn"
     """Operator of vsa_kernels whose results estimates charge to a layer that selects tiles."""
 
@@ -92,7 +100,7 @@ class AttentionMethod(nn.Module):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        for name in {"attend", "combine", "attend_combine", "attend_dense"} & vars(cls).keys():
+        for name in {"attend", "combine", "attend_combine", "attend_dense", "dense_parts"} & vars(cls).keys():
             setattr(cls, name, without_autocast(vars(cls)[name]))
 
     def traceable(self, ctx: AttnContext) -> bool:
@@ -135,6 +143,20 @@ class AttentionMethod(nn.Module):
                 f"set {key}.allow_training=true to train with it"
             )
 
+    def refuse_division(self, ranks: int) -> None:
+        """Raise ValueError where `ranks` ranks cannot share a sample: `attend` needs all heads or queries at once."""
+        if self.needs_all_heads is not None:
+            raise ValueError(f"task.parallel.sequence={ranks}: {self.needs_all_heads} needs all heads on one rank")
+        if self.num_heads % ranks and not self.takes_query_parts:
+            raise ValueError(
+                f"task.parallel.sequence={ranks} does not divide the {self.num_heads} heads, and "
+                f"{type(self).__name__} needs all queries of a head on one rank"
+            )
+
+    def rows_of(self, part: str) -> Grid | None:
+        """Size of the query tiles that a part of `attend` has one row for; None: one row per token."""
+        return None
+
     def trains(self, *tensors: Tensor) -> bool:
         """Whether gradients flow through a call with these tensors; ValueError where they may not."""
         needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
@@ -171,14 +193,37 @@ class AttentionMethod(nn.Module):
         In a dense layer of a denoising (`AttnContext.dense`) a method that selects keeps all tiles and its gates; any
         other method is replaced by `attend_dense`.
         """
-        if ctx.dense and not self.selects:
+        dense = ctx.dense and not self.selects
+        if ctx.division is not None:
+            return self._divided(q, k, v, extra, ctx, ctx.division, self.dense_parts if dense else self.attend)
+        if dense:
             return self.attend_dense(q, k, v, extra, ctx)
         return self.attend_combine(q, k, v, extra, ctx)
 
-    @without_autocast
+    def _divided(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        extra: dict[str, Tensor],
+        ctx: AttnContext,
+        division: Division,
+        attend: Callable[..., dict[str, Tensor]],
+    ) -> Tensor:
+        """Output `[B, l, H, D]` of this rank's tokens, from other ranks' keys and values too; gates do not travel."""
+        heads = division.to_heads(q, keys=False), division.to_heads(k, keys=True), division.to_heads(v, keys=True)
+        parts = attend(*heads, replace(ctx, division=None, layout=division.queries))
+        parts = {name: division.to_tokens(part, self.rows_of(name)) for name, part in parts.items()}
+        return self.combine(parts, extra, replace(ctx, layout=division.local))
+
     def attend_dense(self, q: Tensor, k: Tensor, v: Tensor, extra: dict[str, Tensor], ctx: AttnContext) -> Tensor:
-        """Output of a dense layer for a method that selects nothing: dense attention inside each sample."""
-        return dense_attn_per_sample(q, k, v, ctx.layout)
+        """Output of a dense layer for a method that selects nothing, by default without its gates."""
+        return self.combine(self.dense_parts(q, k, v, ctx), extra, ctx)
+
+    @without_autocast
+    def dense_parts(self, q: Tensor, k: Tensor, v: Tensor, ctx: AttnContext) -> dict[str, Tensor]:
+        """Parts of the output of a dense layer: dense attention inside each sample."""
+        return {"out": dense_attn_per_sample(q, k, v, ctx.layout)}
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, ctx: AttnContext) -> dict[str, Tensor]:
         """Parts of the output from q, k, v `[B, L, H, D]` (RoPE and qk-norm applied)."""

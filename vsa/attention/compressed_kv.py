@@ -28,6 +28,7 @@ class CompressedKV(AttentionMethod):
     """
 
     takes_text = False
+    takes_query_parts = True
 
     def __init__(
         self,

@@ -13,6 +13,7 @@ from vsa_kernels import BlockIndex
 from vsa.attention.denoising import DenoisingPass, Half
 from vsa.attention.kept_tiles import KeptTiles
 from vsa.attention.layout import TileLayout
+from vsa.attention.sequence import Division
 from vsa.attention.stats import listed_pairs
 
 Recorder = Callable[[int, dict[str, Tensor]], None]
@@ -49,6 +50,7 @@ class AttnContext:
         selection: the selection of an earlier pass that this one reuses, set by `layer()`.
         recorder: recorder of the layers' internals; None in the hot path.
         listed: int64 `[layers]`, or of one layer after `layer()`, which gets the pairs of its lists, see `count`.
+        division: the tokens of this rank, where others share the sample; None: it has all of them.
     """
 
     layout: TileLayout
@@ -59,19 +61,29 @@ class AttnContext:
     selection: BlockIndex | None = None
     recorder: Recorder | None = None
     listed: Tensor | None = None
+    division: Division | None = None
+
+    def cut(self, x: Tensor) -> Tensor:
+        """The tokens of this rank of x `[B, L, ...]`, which are in the layout's order."""
+        return x if self.division is None else self.division.cut(x)
+
+    def gather(self, x: Tensor) -> Tensor:
+        """All tokens `[B, L, ...]` of the tokens of this rank."""
+        return x if self.division is None else self.division.gather(x)
 
     def kept(self, q: Tensor) -> int:
         """Video kv tiles that each video query tile keeps in this layer; the largest over samples where they differ.
 
         Args:
-            q: `[B, L, H, D]` queries of the row.
+            q: `[B, L, H, D]` queries of the row, of a part those in its span.
         """
         if len(self.topk.layers) != 1:
             raise ValueError(f"expected the top-k of one layer, got {self.topk}: use ctx.layer(index)")
         if self.topk.count < 1:
             raise ValueError(f"topk must be at least 1, got {self.topk}")
-        if q.shape[1] != self.layout.num_tokens:
-            raise ValueError(f"q must have the {self.layout.num_tokens} tokens of the layout, got {q.shape[1]}")
+        start, stop = self.layout.span
+        if q.shape[1] != stop - start:
+            raise ValueError(f"q must have the {stop - start} tokens of the layout, got {q.shape[1]}")
         return self.topk.count
 
     def layer(self, index: int) -> AttnContext:

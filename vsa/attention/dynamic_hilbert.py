@@ -71,6 +71,7 @@ class DynamicHilbertAttention(AttentionMethod):
 
     selects = True
     training_free = "dynamic_hilbert"
+    takes_query_parts = True
 
     def __init__(
         self,
@@ -101,9 +102,12 @@ class DynamicHilbertAttention(AttentionMethod):
     def layout(self, segments: Sequence[Segment], device: torch.device | str | None = None) -> TileLayout:
         layout = super().layout(segments, device)
         if layout.device.type != "meta":
-            layout.derive(sub_blocks, self._sub_thw)
-            layout.derive(padded_sub_blocks, self._sub_thw)
+            self.prepare(layout)
         return layout
+
+    def prepare(self, layout: TileLayout) -> None:
+        layout.derive(sub_blocks, self._sub_thw)
+        layout.derive(padded_sub_blocks, self._sub_thw)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, ctx: AttnContext) -> dict[str, Tensor]:
         self.trains(q, k, v)

@@ -19,6 +19,7 @@ class FullAttention(AttentionMethod):
     """Dense attention in raster order; `topk` is ignored."""
 
     is_dense = True
+    takes_query_parts = True
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, ctx: AttnContext) -> dict[str, Tensor]:
         return {"out": dense_attn_per_sample(q, k, v, ctx.layout)}

@@ -107,6 +107,8 @@ class TileLayout:
         text_spans: token range and sample position of each text or cond segment.
         video_spans: token ranges of the video tokens, adjacent ranges merged.
         video_blocks: the Nv video blocks over the video tokens only; `blocks` itself in a row without text.
+        query_tiles: blocks of the queries for every tile size, `tiles` unless the layout has some of the queries only.
+        span: token range of the queries, all tokens unless it is a part, see `vsa.attention.sequence`.
         candidates: bool `[Nv, Nkv]` over `kv_blocks`, video tiles of the query tile's own sample, which it may select;
             None: it may select all.
         always: bool `[Nv, Nkv]`, text tiles of the query tile's own sample; None in a row without text.
@@ -135,6 +137,8 @@ class TileLayout:
     text_spans: tuple[tuple[int, int, int], ...]
     video_spans: tuple[Span, ...]
     video_blocks: Blocks
+    query_tiles: Mapping[Grid, Blocks]
+    span: Span
     candidates: Tensor | None
     always: Tensor | None
     derived: dict[Any, Any] = field(default_factory=dict, repr=False)
@@ -384,6 +388,8 @@ def _build(
         text_spans=tuple((a, b, list(samples).index(s.sample)) for s, *_, a, b in rows if not s.is_video),
         video_spans=_merged([(a, b) for s, *_, a, b in rows if s.is_video]),
         video_blocks=blocks if len(video_sizes) == len(sizes) else _blocks(video_sizes, device),
+        query_tiles=tiles,
+        span=(0, num_tokens),
         candidates=candidates,
         always=always,
     )

@@ -83,7 +83,7 @@ class PooledTail(SelectingAttention):
         self.tail, self.levels, self.order, self.backend = tail, levels, order, backend
         self.eager = order == 2 or levels == 2
         if self.eager:
-            self.takes_text = False
+            self.takes_text = self.takes_query_parts = False
         self.node_thw = grid_of([n * n for n in self.tile_thw] if node_thw is None else node_thw)
         for name, value in (("order", order), ("levels", levels)):
             if tail == "none" and value == 2:
@@ -97,6 +97,7 @@ class PooledTail(SelectingAttention):
         return own if self.levels == 1 else own | {"more_tiles": [*own.get("more_tiles", ()), self.node_thw]}
 
     def prepare(self, layout: TileLayout) -> None:
+        super().prepare(layout)
         if self.levels == 2:
             layout.derive(tiles_inside, self.tile_thw, self.node_thw)
 

@@ -62,6 +62,10 @@ class RuledAttention(AttentionMethod):
         self.over: Over = over
         self.selects = rule in ("topk", "larger_of_both")
         self.predicts = not self.selects
+        # rows of a part compete with those of other ranks
+        self.takes_query_parts = over == "row"
+        if over == "layer":
+            self.needs_all_heads = f"over={over}"
         # a compiled block cannot construct a rule; None: a plain top-k
         self.row_rule: RowRule | None = None
         if (rule, over) != ("topk", "row"):

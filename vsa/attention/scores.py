@@ -34,6 +34,7 @@ B batch, L tokens, Nq / Nkv query / kv tiles, H / Hkv heads, D head dim.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
 import torch
@@ -87,13 +88,16 @@ def subblock_scores(
     Returns:
         `[B, H, Nv, Nkv]`, at least fp32; rows are the video query tiles.
     """
-    subs, parts = layout.tiles[sub_thw], layout.derive(sub_blocks, sub_thw)
-    q_mean, k_mean = (block_mean_pool(x.detach(), subs) for x in (q, k))
+    parts, subs = layout.derive(sub_blocks, sub_thw), layout.tiles[sub_thw]
+    sides = ((q, layout.query_tiles[sub_thw], parts.queries), (k, subs, parts.keys))
+    q_mean, k_mean = (block_mean_pool(x.detach(), own) for x, own, _ in sides)
     q_groups, kv_groups = parts.queries, parts.keys
     if ragged == "zeros":
-        full = (subs.sizes / math.prod(sub_thw)).to(q_mean.dtype)[:, None, None]
         # a short tile has as many sub-blocks as any other
-        q_mean, k_mean = (by_block(x * full, g).flatten(1, 2) for x, g in ((q_mean, q_groups), (k_mean, kv_groups)))
+        q_mean, k_mean = (
+            by_block(x * (own.sizes / math.prod(sub_thw)).to(x.dtype)[:, None, None], groups).flatten(1, 2)
+            for x, (_, own, groups) in zip((q_mean, k_mean), sides, strict=True)
+        )
         q_groups, kv_groups = layout.derive(padded_sub_blocks, sub_thw)
     scores = kernels.subblock_scores(
         *(q_mean, k_mean),
@@ -125,7 +129,10 @@ class SubBlocks(NamedTuple):
 
 def sub_blocks(layout: TileLayout, sub_thw: Grid) -> SubBlocks:
     """The sub-blocks of the tiles of a layout, for `TileLayout.derive`."""
-    queries, keys = (tiles_inside(layout, sub_thw, tile) for tile in (layout.tile_thw, layout.kv_tile_thw) if tile)
+    assert layout.tile_thw is not None
+    assert layout.kv_tile_thw is not None
+    queries = _inside(layout.query_tiles, sub_thw, layout.tile_thw, layout.device)
+    keys = tiles_inside(layout, sub_thw, layout.kv_tile_thw)
     if layout.candidates is None:
         return SubBlocks(queries, keys, None, None)
     starts = layout.blocks.offsets[:-1].tolist()
@@ -146,7 +153,7 @@ def padded_sub_blocks(layout: TileLayout, sub_thw: Grid) -> tuple[Blocks, Blocks
 
 def mass_scores(tail: Tensor, layout: TileLayout) -> Tensor:
     """Scores `mass` `[B, H, Nq, Nkv]` from the logits `[B, H, L, Nkv]` of `tile_logits`."""
-    return block_mean_pool(tail.detach().softmax(-1).transpose(1, 2), layout.blocks).transpose(1, 2)
+    return block_mean_pool(tail.detach().softmax(-1).transpose(1, 2), layout.video_blocks).transpose(1, 2)
 
 
 def error_scores(tail: Tensor, q: Tensor, k: Tensor, v: Tensor, layout: TileLayout) -> Tensor:
@@ -158,12 +165,12 @@ def error_scores(tail: Tensor, q: Tensor, k: Tensor, v: Tensor, layout: TileLayo
     )
     queries = q.detach().to(spread_k.dtype).transpose(1, 2).square() / q.shape[-1]
     lost = tail.detach().softmax(-1).square() * (queries @ spread_k.transpose(-1, -2))
-    return block_mean_pool(lost.transpose(1, 2), layout.blocks).transpose(1, 2) * spread_v.sum(-1)[:, :, None]
+    return block_mean_pool(lost.transpose(1, 2), layout.video_blocks).transpose(1, 2) * spread_v.sum(-1)[:, :, None]
 
 
 def oracle_scores(q: Tensor, k: Tensor, layout: TileLayout) -> Tensor:
     """Scores `oracle`, fp32 `[B, H, Nq, Nkv]`, exact; computes dense attention for the rows of some tiles at a time."""
-    sizes, start, rows = layout.blocks.sizes.tolist(), 0, []
+    sizes, start, rows = layout.video_blocks.sizes.tolist(), 0, []
     for some in (sizes[i : i + 16] for i in range(0, len(sizes), 16)):
         tokens = torch.arange(start, start + sum(some), device=q.device)
         mass = stats.tile_mass(q.detach(), k.detach(), tokens, layout.kv_blocks)
@@ -233,8 +240,12 @@ def cell_means(values: Tensor, rows: Blocks, columns: Blocks) -> Tensor:
 
 def tiles_inside(layout: TileLayout, small: Grid, large: Grid) -> Blocks:
     """The tiles of one size as blocks of the smaller tiles that they contain; for `TileLayout.derive`."""
-    offsets = torch.searchsorted(layout.tiles[small].offsets.cpu(), layout.tiles[large].offsets.cpu())
-    return Blocks.from_sizes(offsets.diff().tolist(), layout.device)
+    return _inside(layout.tiles, small, large, layout.device)
+
+
+def _inside(tiles: Mapping[Grid, Blocks], small: Grid, large: Grid, device: torch.device) -> Blocks:
+    offsets = torch.searchsorted(tiles[small].offsets.cpu(), tiles[large].offsets.cpu())
+    return Blocks.from_sizes(offsets.diff().tolist(), device)
 
 
 def per_head(x: Tensor, heads: int) -> Tensor:

@@ -53,6 +53,9 @@ class SelectingAttention(RuledAttention):
         self.score_seed = score_seed
         if score != "mean" and self.sub_thw is None:
             self.takes_text = False
+        if score == "random":
+            # its values are those of the number of the head
+            self.needs_all_heads = f"score={score}"
         if self.sub_thw is not None:
             refuse_no_divisor("score_thw", self.sub_thw, tile_thw=self.tile_thw)
 
@@ -67,9 +70,13 @@ class SelectingAttention(RuledAttention):
 
     def layout(self, segments: Sequence[Segment], device: torch.device | str | None = None) -> TileLayout:
         layout = super().layout(segments, device)
-        if self.sub_thw is not None and layout.device.type != "meta":
-            layout.derive(scores.sub_blocks, self.sub_thw)
+        if layout.device.type != "meta":
+            SelectingAttention.prepare(self, layout)
         return layout
+
+    def prepare(self, layout: TileLayout) -> None:
+        if self.sub_thw is not None:
+            layout.derive(scores.sub_blocks, self.sub_thw)
 
     def scores(self, q: Tensor, k: Tensor, v: Tensor, layout: TileLayout, tail: Tensor | None = None) -> Tensor:
         """Scores `[B, H, Nv, Nkv]` of the kv tiles for every video query tile.

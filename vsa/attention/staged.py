@@ -113,6 +113,9 @@ class StagedAttention(SelectingAttention):
             others = "stages with f and without l" if self.measured else "stages with f"
             raise ValueError(f"rule={self.rule} over={self.over} needs {others}, got stages={stages}")
         self.selects = self.selects and self.has_fine
+        self.takes_query_parts = False
+        if pooling == "conv" and conv_sharing == "none":
+            self.needs_all_heads = f"conv_sharing={conv_sharing}"
         self._check_tiles(pool=pool_thw, conv=pooling == "conv")
         starts = {"compress": 0.0} if self.has_coarse else {}
         if fine_gate:
@@ -200,12 +203,15 @@ class StagedAttention(SelectingAttention):
         if window is not None:
             out = torch.addcmul(out, window, extra["window"])
         if "coarse" in parts:
-            out = combine(out, parts["coarse"], extra["compress"], None, ctx.layout.tiles[self.q_pool])
+            out = combine(out, parts["coarse"], extra["compress"], None, ctx.layout.query_tiles[self.q_pool])
         return out
 
-    def attend_dense(self, q: Tensor, k: Tensor, v: Tensor, extra: dict[str, Tensor], ctx: AttnContext) -> Tensor:
-        """Output of a dense layer: every tile replaces the window, with the coarse output and the gates in use."""
-        return self.combine(self.attend(q, k, v, ctx), extra, ctx)
+    def rows_of(self, part: str) -> Grid | None:
+        return self.q_pool if part == "coarse" else None
+
+    def dense_parts(self, q: Tensor, k: Tensor, v: Tensor, ctx: AttnContext) -> dict[str, Tensor]:
+        """Parts of a dense layer: every tile replaces the window, with the coarse output in use."""
+        return self.attend(q, k, v, ctx)
 
     def attend_combine(self, q: Tensor, k: Tensor, v: Tensor, extra: dict[str, Tensor], ctx: AttnContext) -> Tensor:
         gates = {f"gate_{name}": gate for name, gate in extra.items()}
@@ -273,6 +279,7 @@ class StagedAttention(SelectingAttention):
         return layout.derive(tile_window, self.window_thw, self.window_edge)
 
     def prepare(self, layout: TileLayout) -> None:
+        super().prepare(layout)
         if self.has_window:
             self._window(layout)
         for pool in [] if self.pool is None else pool_modules(self.pool).values():

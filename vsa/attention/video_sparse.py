@@ -31,6 +31,7 @@ from vsa.attention.dense import dense_attn_per_sample, dense_index, text_attn
 from vsa.attention.layout import Segment, TileLayout
 from vsa.attention.scores import with_damage_first
 from vsa.attention.selecting import SelectingAttention
+from vsa.attention.tiling import Grid
 from vsa.settings import validated
 
 Backend = Literal["reference", "gather", "triton", "cudnn"]
@@ -183,6 +184,12 @@ class VideoSparseAttention(SelectingAttention):
             spans = layout.text_spans
             texts = [text * gate_fine[:, a:b] for text, (a, b, _) in zip(texts, spans, strict=True)]
         return layout.merge(video, texts)
+
+    def rows_of(self, part: str) -> Grid | None:
+        return self.tile_thw if part == "coarse" else None
+
+    def dense_parts(self, q: Tensor, k: Tensor, v: Tensor, ctx: AttnContext) -> dict[str, Tensor]:
+        return self.attend(q, k, v, ctx)
 
     def attend_dense(self, q: Tensor, k: Tensor, v: Tensor, extra: dict[str, Tensor], ctx: AttnContext) -> Tensor:
         """Output of a dense layer, with the coarse output and the gates."""

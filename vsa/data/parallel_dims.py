@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,26 +14,28 @@ class ParallelDims:
     Args:
         replicate: number of copies of the model.
         shard: number of ranks over which each copy is sharded.
+        sequence: number of consecutive ranks that share a sample, whatever the copies; the data-parallel sizes follow
+            from it.
     """
 
     replicate: int = 1
     shard: int = 1
-
-    ranks_per_sample: ClassVar[int] = 1
-    """Number of consecutive ranks that train on the same samples; the data-parallel sizes follow from it."""
+    sequence: int = 1
 
     @classmethod
-    def of_settings(cls, strategy: str | Mapping[str, Any], ranks: int) -> ParallelDims:
+    def of_settings(cls, strategy: str | Mapping[str, Any], ranks: int, sequence: int = 1) -> ParallelDims:
         """The dimensions of a number of ranks under `trainer.strategy`, of which `replicate` is read.
 
         Raises:
-            ValueError: the copies do not divide the ranks.
+            ValueError: the copies, or the ranks that share a sample, do not divide the ranks.
         """
         replicate = 1 if isinstance(strategy, str) else strategy.get("replicate", 1)
         copies = ranks if replicate == "all" else int(replicate)
         if ranks % copies:
             raise ValueError(f"trainer.strategy.replicate={copies} must divide the {ranks} ranks")
-        return cls(replicate=copies, shard=ranks // copies)
+        if ranks % sequence:
+            raise ValueError(f"task.parallel.sequence={sequence} must divide the number of ranks, which is {ranks}")
+        return cls(replicate=copies, shard=ranks // copies, sequence=sequence)
 
     @property
     def ranks(self) -> int:
@@ -43,11 +45,11 @@ class ParallelDims:
     @property
     def data_size(self) -> int:
         """Number of data-parallel ranks: parts into which a global batch is divided."""
-        return self.ranks // self.ranks_per_sample
+        return self.ranks // self.sequence
 
     def data_rank(self, rank: int) -> int:
         """Data-parallel rank of global rank `rank`."""
-        return rank // self.ranks_per_sample
+        return rank // self.sequence
 
     def micro_batch(self, batch_size: int, micro_batches: int) -> int:
         """Samples of a micro-batch on one rank.
@@ -63,7 +65,8 @@ class ParallelDims:
         if batch_size % parts:
             raise ValueError(
                 f"data.batch_size={batch_size} must be a multiple of the {parts} micro-batches of a step "
-                f"(trainer.accumulate_grad_batches={micro_batches} times {self.data_size} ranks)"
+                f"(trainer.accumulate_grad_batches={micro_batches} times {self.data_size} ranks"
+                f"{f' of {self.sequence} that share their samples' if self.sequence > 1 else ''})"
             )
         return batch_size // parts
 

@@ -6,7 +6,7 @@ B batch, C T H W latent channels, frames, rows, columns, L video tokens, S text 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean
 from typing import Any, Literal, TypeVar
@@ -21,6 +21,7 @@ from vsa.attention.context import AttnContext, Recorder
 from vsa.attention.denoising import DenoisingPass
 from vsa.attention.kept_tiles import KeptTiles
 from vsa.attention.layout import Segment, TileLayout
+from vsa.attention.sequence import Division, SequenceRanks, token_spans
 from vsa.attention.tiling import Grid
 from vsa.models.compute_dtype import compute_in
 from vsa.models.flops import FlopCount
@@ -66,6 +67,8 @@ class Network(nn.Module):
         takes_text_mask: whether `text_mask` may hide the padding of a text.
         takes_token_times: whether tokens of a sample may have different timesteps.
         gates_in: beginning of the names, in a block, of the modules of its method, as "attn.".
+        divides: whether several ranks can share a sample, each with some of its tokens.
+        sequence: the ranks that share a sample; None: every rank has its own.
         tally: counts the pairs of every pass, for attention that is `measured`; None: nothing is counted.
     """
 
@@ -91,6 +94,8 @@ class Network(nn.Module):
     takes_text_mask: bool = True
     takes_token_times: bool = True
     gates_in: str = ""
+    divides: bool = False
+    sequence: SequenceRanks | None = None
     tally: PairTally | None = None
 
     def velocity(
@@ -104,7 +109,7 @@ class Network(nn.Module):
             text: `[B, S, E]`, zero where it is masked.
             mask: bool `[B, S]`, `text_mask` of `forward`.
             image: `[B, I, image_dim]`.
-            ctx: layout, top-k of every layer and denoising state.
+            ctx: layout, top-k of every layer, denoising state and the tokens of this rank.
         """
         raise NotImplementedError
 
@@ -212,15 +217,46 @@ class Network(nn.Module):
         if text_mask is not None:
             # masked tokens must not affect the output, even if they hold NaN
             text = text.masked_fill(~text_mask[..., None], 0)
-        ctx = AttnContext(layout=layout, topk=kept, denoising=denoising, recorder=recorder)
+        # a recorder gets whole layers
+        division = None if recorder is not None else self.division_of(layout)
+        x = x if division is None else division.ranks.enter(x)
+        ctx = AttnContext(layout=layout, topk=kept, denoising=denoising, recorder=recorder, division=division)
         if (tally := self.tally) is None:
             return self.velocity(x, timestep, text, text_mask, image_embeds, ctx)
         # a layer that selects nothing in this pass is dense
-        each = len(x) * self.num_heads * layout.num_tokens**2
+        each = len(x) * (self.num_heads * layout.num_tokens**2 if division is None else division.pairs(self.num_heads))
         listed = torch.full((layers,), each, dtype=torch.int64, device=x.device)
         out = self.velocity(x, timestep, text, text_mask, image_embeds, replace(ctx, listed=listed))
         tally.add(listed, layers * each)
         return out
+
+    def division_of(self, layout: TileLayout) -> Division | None:
+        """The tokens of this rank in a row of one video; None where ranks share no sample."""
+        if self.sequence is None:
+            return None
+        division = layout.derive(Division, self.sequence, self.num_heads)
+        for method in self.attention_layers if division.queries is not layout else ():
+            method.prepare(division.queries)
+        return division
+
+    def gather(self, x: Tensor, latent_shape: Sequence[int]) -> Tensor:
+        """All tokens `[B, L, ...]` of hidden states, in the order of the layout, that a pass left on this rank.
+
+        Args:
+            x: `[B, l, ...]` tokens of this rank.
+            latent_shape: `[C, T, H, W]` of the pass.
+        """
+        division = self.division_of(self.layout_for(latent_shape, x.device))
+        return x if division is None else division.gather(x)
+
+    def refuse_division(self, latent_shapes: Iterable[Sequence[int]], ranks: int) -> None:
+        """Raise ValueError where `ranks` ranks cannot share samples of these latent shapes `[C, T, H, W]`."""
+        if not self.divides:
+            raise ValueError(f"task.parallel.sequence={ranks}: {self.title} cannot be divided over ranks")
+        for method in self.attention_layers:
+            method.refuse_division(ranks)
+        for shape in latent_shapes:
+            token_spans(self.layout_for(shape), ranks)
 
     def _check_inputs(
         self, x: Tensor, timestep: Tensor, text: Tensor, mask: Tensor | None, image: Tensor | None, num_tokens: int

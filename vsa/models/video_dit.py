@@ -68,6 +68,7 @@ class VideoDiT(Network):
         init: "gpt_neox" (pretraining from scratch, VSA paper) or "wan".
     """
 
+    divides = True
     head = "proj_out.weight"
     modulation = ("scale_shift_table",)
     time_embedder = "condition_embedder.time_embedder"
@@ -141,19 +142,20 @@ class VideoDiT(Network):
     ) -> Tensor:
         layout, embed_image = ctx.layout, self.condition_embedder.image_embedder
         grid = layout.segments[0].grid_thw
-        # all values per token are permuted once, here, and the velocity is permuted back at the end
-        x = self.patch_embedding(layout.permute(patchify(x, self.patch_size)))
+        # all values per token are permuted once, here, and the velocity is permuted back at the end; a rank that shares
+        # the sample goes on with its own tokens
+        x = self.patch_embedding(ctx.cut(layout.permute(patchify(x, self.patch_size))))
         if self.absolute_positions:
-            x = x + layout.permute(sincos_table(grid, self.dim, layout.device)[None]).type_as(x)
+            x = x + ctx.cut(layout.permute(sincos_table(grid, self.dim, layout.device)[None])).type_as(x)
         times, places = timestep[:, None] if timestep.dim() == 1 else timestep, None
         if times.shape[1] == layout.num_tokens:
-            times = layout.permute(times)
+            times = ctx.cut(layout.permute(times))
         elif times.shape[1] == 2:
-            places = layout.derive(_first_frame_first)
+            places = (layout if ctx.division is None else ctx.division.local).derive(_first_frame_first)
         temb, modulation = self.condition_embedder.time(times)
         cond = Conditioning(
             modulation=modulation,
-            rope=self._rope(grid, layout),
+            rope=self._rope(ctx),
             text=self.condition_embedder.text_embedder(text),
             text_mask=None if mask is None else mask[:, None, None],
             image=None if image is None or embed_image is None else embed_image(image),
@@ -165,7 +167,7 @@ class VideoDiT(Network):
         table = at_least_fp32(rounded(self.scale_shift_table, self.compute_dtype))
         shift, scale = (table + temb[:, :, None]).unbind(2)
         x = self.proj_out(self.norm_out(x, scale=scale, shift=shift, places=places)[1])
-        return unpatchify(layout.unpermute(x), grid, self.patch_size)
+        return unpatchify(layout.unpermute(ctx.gather(x)), grid, self.patch_size)
 
     def grid(self, latent_shape: Sequence[int]) -> Grid:
         shape = tuple(latent_shape)
@@ -177,8 +179,7 @@ class VideoDiT(Network):
         return t, h, w
 
     def self_attention(self, layer: int, h: Tensor, ctx: AttnContext) -> Tensor:
-        rope = self._rope(ctx.layout.segments[0].grid_thw, ctx.layout)
-        return self.blocks[layer].self_attention(h, rope, ctx)
+        return self.blocks[layer].self_attention(h, self._rope(ctx), ctx)
 
     def reset_parameters(self) -> None:
         """Initialise every parameter, also after `to_empty` of a model built on the meta device."""
@@ -210,12 +211,15 @@ class VideoDiT(Network):
             return image_len
         return num_tokens
 
-    def _rope(self, grid: Grid, layout: TileLayout) -> tuple[Tensor, Tensor]:
-        cos, sin = rope_tables(grid, self.head_dim, layout.device, self.rope_theta)
-        return layout.permute(cos[None])[0], layout.permute(sin[None])[0]
+    def _rope(self, ctx: AttnContext) -> tuple[Tensor, Tensor]:
+        layout = ctx.layout
+        cos, sin = rope_tables(layout.segments[0].grid_thw, self.head_dim, layout.device, self.rope_theta)
+        return ctx.cut(layout.permute(cos[None]))[0], ctx.cut(layout.permute(sin[None]))[0]
 
 
 def _first_frame_first(layout: TileLayout) -> Places:
-    """The tokens in the layout's order, those of the first latent frame before all others, and the number of these."""
-    _, h, w = layout.segments[0].grid_thw
-    return (layout.order >= h * w).to(torch.uint8).argsort(stable=True).int(), h * w
+    """The tokens in the layout's order, those of the first latent frame before all others, and the number of these; of
+    a part its own."""
+    (_, h, w), (start, stop) = layout.segments[0].grid_thw, layout.span
+    later = layout.order[start:stop] >= h * w
+    return later.to(torch.uint8).argsort(stable=True).int(), int((~later).sum())

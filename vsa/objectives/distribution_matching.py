@@ -290,7 +290,8 @@ class DistributionMatching:
         assert networks.discriminator is not None
         with capture_outputs({layer: networks.fake_score.blocks[layer] for layer in self.gan.layers}) as features:
             velocity = self._fake_velocity(networks, batch, x_t, timestep, topk, index)
-        logits = networks.discriminator(features)
+        shape = x_t.shape[1:]
+        logits = networks.discriminator({i: networks.fake_score.gather(x, shape) for i, x in features.items()})
         # FSDP gathers the critic's outer weights for the backward only if it comes through the critic's output
         return logits + 0 * velocity.float().flatten(1).mean(1, keepdim=True), velocity
 

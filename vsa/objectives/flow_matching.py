@@ -214,8 +214,13 @@ class FinetuneLoss(FlowMatchingLoss):
             parts["velocity"] = noised.mse(velocity, target)
             if self.attention > 0:
                 shape, device = noised.x_t.shape[1:], noised.x_t.device
-                raster, teacher_raster = (net.layout_for(shape, device).unpermute for net in (model, teacher))
-                errors = [relative_error(raster(outputs[i]), teacher_raster(expected[i])) for i in sorted(outputs)]
+
+                def raster(net: Network, output: Tensor) -> Tensor:
+                    return net.layout_for(shape, device).unpermute(net.gather(output, shape))
+
+                errors = [
+                    relative_error(raster(model, outputs[i]), raster(teacher, expected[i])) for i in sorted(outputs)
+                ]
                 parts["attention"] = torch.stack(errors).mean(0)
         total = torch.stack([getattr(self, name) * part for name, part in parts.items()]).sum(0)
         return noised.terms(total, **parts)

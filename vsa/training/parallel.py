@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from vsa.attention.sequence import SequenceRanks
 from vsa.data.parallel_dims import ParallelDims
 from vsa.errors import is_out_of_memory, too_large
 from vsa.models.compute_dtype import compute_in, hold_rounded
@@ -48,12 +49,15 @@ class ParallelPlan:
             elsewhere.
         frozen: form of the parameters that are not trained (beside adapters, or of a teacher): float32, or rounded,
             once and not at every use, with half the memory and the same results; on one device.
+        sequence: number of consecutive ranks that share a sample, each with some of its tokens and, in attention, some
+            of the heads; it divides the number of ranks.
     """
 
     activation_checkpointing: Literal["auto", "none", "attention", "attention_mlp", "full"] = "auto"
     compile: bool = False
     compute_dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     frozen: Literal["float32", "rounded"] = "float32"
+    sequence: AtLeastOne = 1
 
     @property
     def level(self) -> Level:
@@ -120,6 +124,7 @@ def build_model(
     plan: ParallelPlan,
     *,
     initialise: Callable[[str], bool] | None = every_parameter,
+    sequence: SequenceRanks | None = None,
 ) -> Network:
     """The network that `make` builds, prepared by `parallelize`, on the default device or on that of the mesh.
 
@@ -133,6 +138,7 @@ def build_model(
         mesh: mesh for the sharding of parameters; None: no sharding.
         plan: further settings.
         initialise: whether to initialise the parameter of a name (None: none); the others must be loaded next.
+        sequence: the ranks that share a sample.
     """
     device_type = torch.get_default_device().type if mesh is None else mesh.device_type
     if mesh is None and initialise is every_parameter:
@@ -153,6 +159,7 @@ def build_model(
         # sharding replaces the parameters
         values = {name: fills.of(name, p) for name, p in model.named_parameters() if initialise(name)}
     parallelize(model, mesh, plan, device_type)
+    model.sequence = sequence
     with _named_when_too_large(model):
         model.to_empty(device=torch.get_default_device() if mesh is None else device_type)
     parameters = dict(model.named_parameters())
@@ -262,6 +269,12 @@ class ShardedDataParallel(MeshStrategy):
     watch: RankMonitor | None = None
     """Monitor of the run, which ends this rank if it can only wait."""
 
+    sequence: int = 1
+    """Number of consecutive ranks that share a sample, `task.parallel.sequence`."""
+
+    sequence_ranks: SequenceRanks | None = None
+    """Those of this rank, once the ranks are connected; None where every rank has its own samples."""
+
     def __init__(
         self,
         replicate: AtLeastOne | Literal["all"] = 1,
@@ -306,10 +319,15 @@ class ShardedDataParallel(MeshStrategy):
 
     @property
     def dims(self) -> ParallelDims:
-        """The parallel dimensions of all ranks; ValueError if the copies do not divide the ranks."""
-        return ParallelDims.of_settings({"replicate": self._replicate}, self.world_size)
+        """The parallel dimensions of all ranks; ValueError if they do not divide the ranks."""
+        return ParallelDims.of_settings({"replicate": self._replicate}, self.world_size, self.sequence)
 
     def make_mesh(self) -> DeviceMesh:
+        if (size := self.sequence) > 1:
+            shape, names = (self.dims.data_size, size), ("data", "sequence")
+            own = init_device_mesh(self.root_device.type, shape, mesh_dim_names=names)["sequence"]
+            self.sequence_ranks = SequenceRanks(group=own.get_group().group_name, size=size, rank=own.get_local_rank())
+        # parameters are sharded over all ranks, whatever share of a sample they have
         shape = (self.dims.replicate, self.dims.shard)
         mesh = init_device_mesh(self.root_device.type, shape, mesh_dim_names=("dp_replicate", "dp_shard"))
         # with a mesh of one axis there is no second reduction

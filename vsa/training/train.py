@@ -109,7 +109,7 @@ def _dry_run(cfg: DictConfig) -> None:
         return
     module = build_task(cfg)
     text = datamodule.text_encoder.max_tokens
-    estimate = estimate_of(cfg, module, datamodule.buckets, text, gpu, dims=_dims(cfg.trainer))
+    estimate = estimate_of(cfg, module, datamodule.buckets, text, gpu, dims=_dims(cfg.trainer, module))
     if rank_zero_only.rank == 0:
         print("\n".join(full_lines(str(cfg.name), estimate, with_dense_attention(module))))
     if (refusal := estimate.refusal()) is not None:
@@ -162,13 +162,15 @@ def _task(
         nothing_to_do(cfg.trainer.max_steps, None)
     module = build_task(cfg, start=_start(cfg, resume))
     _check_job(cfg, module)
+    # also where the data are looked at later
+    _dims(cfg.trainer, module)
 
     def check_data() -> None:
         # files that are there are looked at now, toy clips have to be made first, and streams are far away
         if not is_set_up and getattr(datamodule, "toy", datamodule) is not None:
             return
         datamodule.setup("fit")
-        size = JobSize(cfg.trainer.accumulate_grad_batches, _dims(cfg.trainer), cfg.trainer.max_steps)
+        size = JobSize(cfg.trainer.accumulate_grad_batches, _dims(cfg.trainer, module), cfg.trainer.max_steps)
         with without_memory():
             module.check_start(model_factory(cfg)(), datamodule, size)
 
@@ -219,7 +221,8 @@ def _train(
     loggers = _built(cfg, "logger")
     callbacks = [start_times, *_callbacks(cfg, folder, loggers)]
     module.status.deadline = deadline_of(cfg.trainer.get("max_time"), os.environ)
-    trainer = _trainer(cfg, callbacks, loggers)
+    trainer: Any = _trainer(cfg, callbacks, loggers)
+    trainer.strategy.sequence = module.parallel.sequence
 
     rank_zero_info(f"run folder: {run_dir}")
     checkpoints = [callback for callback in callbacks if isinstance(callback, Checkpointing)]
@@ -415,10 +418,10 @@ def _processes(trainer: Mapping[str, Any]) -> int:
     return local * trainer.get("num_nodes", 1)
 
 
-def _dims(trainer: Any) -> ParallelDims:
-    """The parallel dimensions that the run will have."""
+def _dims(trainer: Any, module: Any) -> ParallelDims:
+    """The parallel dimensions that a run of the module will have."""
     ranks = int(os.environ["WORLD_SIZE"]) if TorchElasticEnvironment.detect() else _processes(trainer)
-    return ParallelDims.of_settings(trainer["strategy"], ranks)
+    return ParallelDims.of_settings(trainer["strategy"], ranks, module.parallel.sequence)
 
 
 def _may_be_several(trainer: Mapping[str, Any]) -> bool:

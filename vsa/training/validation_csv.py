@@ -42,7 +42,7 @@ class ValidationRows:
         if dims.ranks > 1:
             parts = [[]] * dims.ranks
             dist.all_gather_object(parts, own)
-            parts = parts[:: dims.ranks_per_sample]
+            parts = parts[:: dims.sequence]
         # the sort is stable, so sparsity points keep their order
         return sorted((row for part in parts for row in part), key=lambda row: row[0])
 

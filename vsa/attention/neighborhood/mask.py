@@ -39,8 +39,8 @@ def neighborhood_index(layout: TileLayout, axes: Axes) -> BlockIndex:
         axes: windows along time, height and width of the video's grid.
 
     Returns:
-        `[1, 1, Nq, Kmax]` on the layout's device, rows in the order of `layout.video_blocks`, entries are indices of
-        `layout.kv_blocks`; without masks where all tiles are visible as a whole.
+        `[1, 1, Nq, Kmax]` on the layout's device, rows are all video blocks in order, of a part too, entries are
+        indices of `layout.kv_blocks`; without masks where all tiles are visible as a whole.
 
     Source: Hassani et al., "Generalized Neighborhood Attention" (arXiv 2504.16922), section 3.
     """
@@ -55,7 +55,9 @@ def neighborhood_index(layout: TileLayout, axes: Axes) -> BlockIndex:
     # offsets of the row's blocks relative to the video's first token
     offsets = layout.kv_blocks.offsets.cpu().long() - start
     inside = (offsets[:-1] >= 0) & (offsets[:-1] < stop - start)
-    queries = _Side.of(place, layout.video_blocks.offsets.cpu().long(), layout.tile_thw)
+    # of a part of the queries the rows of all
+    blocks = layout.video_blocks if layout.text_spans else layout.blocks
+    queries = _Side.of(place, blocks.offsets.cpu().long(), layout.tile_thw)
     keys = _Side.of(place, torch.cat([offsets[:-1][inside], torch.tensor([stop - start])]), layout.kv_tile_thw)
     numbers = inside.nonzero()[:, 0]
 
@@ -88,7 +90,7 @@ def neighborhood_index(layout: TileLayout, axes: Axes) -> BlockIndex:
     masked = (slot >= full_counts[:, None]) & (slot < counts[:, None])
     triples, number = torch.unique(triple[masked], return_inverse=True)
     ids = torch.zeros_like(kv).masked_scatter_(masked, number)
-    bits = _mask_bits(tiles, triples, queries, keys, (layout.video_blocks, layout.kv_blocks))
+    bits = _mask_bits(tiles, triples, queries, keys, (blocks, layout.kv_blocks))
     return replace(
         index,
         kv_num_full_blocks=on_device(full_counts),

@@ -13,6 +13,7 @@ B batch, L tokens, H heads, D head dim.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -20,7 +21,7 @@ from torch import Tensor
 from vsa_kernels import BlockIndex, block_sparse_attn
 
 from vsa.attention.base import AttentionMethod
-from vsa.attention.context import AttnContext
+from vsa.attention.context import INDEX, AttnContext
 from vsa.attention.full import dense_attn_per_sample, text_attn
 from vsa.attention.layout import BlockOrder, Segment, TileLayout
 from vsa.attention.neighborhood.axis import AxisRule, axis_rules
@@ -58,6 +59,8 @@ class NeighborhoodAttention(AttentionMethod):
 
     Source: Hassani et al., "Generalized Neighborhood Attention" (arXiv 2504.16922).
     """
+
+    takes_query_parts = True
 
     def __init__(
         self,
@@ -102,8 +105,11 @@ class NeighborhoodAttention(AttentionMethod):
             device=device,
         )
         if layout.device.type != "meta":
-            layout.derive(window_index, self.rules)
+            self.prepare(layout)
         return layout
+
+    def prepare(self, layout: TileLayout) -> None:
+        layout.derive(window_index, self.rules)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, ctx: AttnContext) -> dict[str, Tensor]:
         layout = ctx.layout
@@ -136,7 +142,15 @@ def is_whole(axes: Axes) -> bool:
 def window_index(layout: TileLayout, rules: Rules) -> BlockIndex | None:
     """Kv tiles that are visible to each query tile, None where all are visible; for `TileLayout.derive`."""
     axes = _axes(layout.segments, rules)
-    return None if is_whole(axes) else neighborhood_index(layout, axes)
+    if is_whole(axes):
+        return None
+    index, (start, stop) = neighborhood_index(layout, axes), layout.span
+    if stop - start == layout.num_tokens:
+        return index
+    first = int(torch.searchsorted(layout.blocks.offsets.cpu(), start))
+    lists = {name: getattr(index, name) for name in INDEX if name != "mask_bits"}
+    rows = slice(first, first + layout.video_blocks.num)
+    return replace(index, **{name: x[:, :, rows] for name, x in lists.items() if x is not None})
 
 
 def _axes(segments: Sequence[Segment], rules: Rules) -> Axes:

@@ -76,6 +76,7 @@ class SpargeAttention(AttentionMethod):
     """
 
     training_free = "sparge"
+    takes_query_parts = True
 
     def __init__(
         self,
@@ -114,6 +115,7 @@ class SpargeAttention(AttentionMethod):
         self.file: Tuned | None = None
         if tuned is not None:
             assert self.path is not None
+            self.needs_all_heads = f"tuned={self.path}"
             self.file = read_tuned(tuned) if isinstance(tuned, str) else parse_tuned(tuned, self.path)
             blocks = {"q_tokens": q_tokens, "kv_tokens": kv_tokens, "order": order}
             self.file.refuse_other(self.path, **blocks, keeps_sum=keeps_sum)

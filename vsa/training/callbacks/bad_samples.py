@@ -118,7 +118,7 @@ class BadSamples(L.Callback):
             parts: list[Any] = [[]] * self._dims.ranks
             mine = [(step, asdict(bad)) for step, bad in new]
             dist.all_gather_object(parts, mine, group=self._hosts)
-            new = [(step, BadSample(**bad)) for part in parts[:: self._dims.ranks_per_sample] for step, bad in part]
+            new = [(step, BadSample(**bad)) for part in parts[:: self._dims.sequence] for step, bad in part]
         for step, bad in sorted(new, key=lambda each: (each[0], each[1].slot)):
             self._counts[f"{bad.cause}/{bad.shard}"] += 1
             name = f"{bad.source}/{bad.id}"

@@ -114,7 +114,7 @@ class LossSpikes(L.Callback):
             return
         # these are shares of the loss of the step, over micro-batches and ranks
         share = torch.stack(pl_module.step_losses).sum().double()
-        loss = float(trainer.strategy.reduce(share, reduce_op="sum")) / pl_module.dims.ranks_per_sample
+        loss = float(trainer.strategy.reduce(share, reduce_op="sum")) / pl_module.dims.sequence
         if self._rule.is_spike(loss):
             self._go_back(trainer, pl_module, loss)
         if pl_module.log_lines.due(trainer.global_step):

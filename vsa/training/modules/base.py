@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from vsa.attention.kept_tiles import KeptTiles
+from vsa.attention.sequence import SequenceRanks
 from vsa.attention.sparsity import SparsityPoint, SparsitySchedule
 from vsa.checkpoints.run_checkpoint import Checkpoint
 from vsa.checkpoints.run_weights import refuse_other_sizes
@@ -168,7 +169,9 @@ class DiffusionModule(L.LightningModule):
             initialise = every_parameter if self.init_from is None else _starts_fresh
             if self.resume is not None:
                 initialise = None
-            self.model = build_model(make, self.device_mesh, self.parallel, initialise=initialise)
+            self.model = build_model(
+                make, self.device_mesh, self.parallel, initialise=initialise, sequence=self.sequence
+            )
 
     def planned_networks(self) -> tuple[PlannedNetwork, ...]:
         """The networks of a step on the meta device, the trained one first, with their number of passes."""
@@ -260,6 +263,11 @@ class DiffusionModule(L.LightningModule):
     def dims(self) -> ParallelDims:
         """Parallel dimensions of the run."""
         return dims_of(self.trainer)
+
+    @property
+    def sequence(self) -> SequenceRanks | None:
+        """The ranks that share the samples of this one."""
+        return getattr(self.trainer.strategy, "sequence_ranks", None)
 
     # the step, for what follows it
 

@@ -49,6 +49,8 @@ def refuse_misfit(model: Network, sparsity: SparsitySchedule, data: Any, size: J
             f"the data have {data.cond_channels}"
         )
     shapes = list(data.buckets)
+    if (ranks := size.dims.sequence) > 1:
+        model.refuse_division(shapes, ranks)
     # a top-k above the tiles of every bucket is an error; smaller buckets clamp it
     tiles = max(model.layout_for(shape).num_video_tiles for shape in shapes)
     if tiles == 1 and model.selects:

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from vsa.attention.sequence import SequenceRanks
 from vsa.models.network import Network
 from vsa.models.sharding import sharded
 from vsa.objectives.discriminator import Discriminator, Gan
@@ -54,10 +55,10 @@ class FakeScore(nn.Module):
         self._gan = gan
         self._num_steps = num_steps
 
-    def build(self, mesh: DeviceMesh | None, plan: ParallelPlan, *, seed: int) -> None:
+    def build(self, mesh: DeviceMesh | None, plan: ParallelPlan, sequence: SequenceRanks | None, *, seed: int) -> None:
         """Build the modules; the critic's weights are loaded afterwards."""
         with torch.random.fork_rng(devices=[]):
-            self.network = build_model(self.make, mesh, plan, initialise=None)
+            self.network = build_model(self.make, mesh, plan, initialise=None, sequence=sequence)
         if self._gan is not None:
             self.discriminator = self._gan.build(self.network.dim, len(self.network.blocks), seed=seed, mesh=mesh)
         if self._num_steps is not None:

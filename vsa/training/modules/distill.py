@@ -191,8 +191,8 @@ class DistillModule(DiffusionModule):
         if self.model is not None:
             return
         super().configure_model()
-        self.fake_score.build(self.device_mesh, self.parallel, seed=self.seed)
-        self.teacher.build(self.device_mesh, self.parallel)
+        self.fake_score.build(self.device_mesh, self.parallel, self.sequence, seed=self.seed)
+        self.teacher.build(self.device_mesh, self.parallel, self.sequence)
         refuse_shared_parameters(
             {"generator": self.model, "fake_score": self.fake_score.network, "real_score": self.teacher.network}
         )

@@ -127,7 +127,7 @@ class FinetuneModule(PretrainModule):
     def configure_model(self) -> None:
         super().configure_model()
         if self._teacher is not None:
-            self._teacher.build(self.device_mesh, self._parallel)
+            self._teacher.build(self.device_mesh, self._parallel, self.sequence)
 
     def planned_networks(self) -> tuple[PlannedNetwork, ...]:
         networks = super().planned_networks()

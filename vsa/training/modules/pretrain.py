@@ -62,7 +62,7 @@ class PretrainModule(DiffusionModule):
 
     def setup(self, stage: str) -> None:
         # the module is on the device later
-        self._window = LossWindow(self.trainer.strategy.root_device, self.dims.ranks_per_sample)
+        self._window = LossWindow(self.trainer.strategy.root_device, self.dims.sequence)
         # training and validation use the noise of the samples' own seeds
         self.data.noise_ahead = True
         super().setup(stage)

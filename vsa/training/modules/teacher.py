@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from vsa.attention.sequence import SequenceRanks
 from vsa.checkpoints.run_checkpoint import Checkpoint
 from vsa.checkpoints.wan import Gates, gate_names
 from vsa.checkpoints.weight_source import WeightSource, open_weights
@@ -110,7 +111,7 @@ class Teacher:
             raise ValueError(f"task.teacher=null and {where}: name a dense checkpoint")
         return init_from
 
-    def build(self, mesh: DeviceMesh | None, plan: ParallelPlan) -> None:
+    def build(self, mesh: DeviceMesh | None, plan: ParallelPlan, sequence: SequenceRanks | None) -> None:
         """Build the network, frozen; `load` fills its weights."""
 
         def make() -> Network:
@@ -120,7 +121,7 @@ class Teacher:
             # it has no backward
             own = replace(plan, activation_checkpointing="none")
             with torch.random.fork_rng(devices=[]):
-                self._network.append(build_model(make, mesh, own, initialise=None))
+                self._network.append(build_model(make, mesh, own, initialise=None, sequence=sequence))
 
     def load(self, device: torch.device) -> None:
         """Load the weights and move the network to `device`."""
