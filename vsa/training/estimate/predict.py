@@ -78,7 +78,7 @@ def _moments(job: Job, network: PlannedNetwork) -> list[Parts]:
     largest = max(job.networks, key=lambda n: n.parameters) if job.sharded else network
     outside = largest.parameters - sum(largest.block_parameters)
     rounded = HALF * (outside + (1.0 + job.sharded) * max(largest.block_parameters))
-    if not job.sharded and job.level != "full":
+    if not job.sharded and job.level in ("none", "attention"):
         # layers round their parameters where they use them; what is not computed again keeps the result
         rounded = HALF * float(network.parameters)
     if job.frozen_rounded:
