@@ -3,16 +3,18 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.data.spoilt import write_spoilt
-from tests.data.tiny_wan import save_pipeline
+from tests.data.tiny_wan import make_image_pipeline, save_pipeline
 from tests.tiny_runs import vsa_command
 from vsa.data import encode_report
+from vsa.data.codecs import WanVAE
 from vsa.data.encode import UnusableFiles
 from vsa.data.encoders import EncoderChoice
 from vsa.data.shards import LatentReader
 from vsa.data.toy_videos import render_clip
-from vsa.data.video_files import write_video
+from vsa.data.video_files import read_video, write_video
 
 
 def test_toy_clips_are_rendered_and_encoded(command_line, tmp_path: Path) -> None:
@@ -57,12 +59,12 @@ def test_lists_problems(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_encodes_with_a_wan_pipeline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = save_pipeline(tmp_path / "wan")
+    folder = save_pipeline(tmp_path / "wan", make_image_pipeline)
     for i, frames in enumerate((5, 9, 3)):
         write_video(tmp_path / "v" / f"{i}.mp4", render_clip(0, i, size=(frames, 16, 24))[0])
         (tmp_path / "v" / f"{i}.txt").write_text("a red circle\n\na cat")
     common = [str(tmp_path / "v"), str(tmp_path / "s"), "--model", str(folder), "--buckets", "16x24x9,16x24x5"]
-    common += ["--skip-bad", "--samples-per-shard", "1", "--text-dtype", "float32", "--image-condition"]
+    common += ["--skip-bad", "--samples-per-shard", "1", "--text-dtype", "float32", "--dtype", "float32"]
     for rank in ("0", "1"):
         vsa_command("encode", *common, "--rank", rank, "--world-size", "2")
     assert "run the command once more without --rank" in capsys.readouterr().out
@@ -82,12 +84,19 @@ def test_encodes_with_a_wan_pipeline(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert f"latent mean by channel: {reader.index.latent_mean[0]:.4g} " in output
     assert {s.id: s.latent_shape for s in reader.index.samples.values()} == {"0": (16, 2, 2, 3), "1": (16, 3, 2, 3)}
     assert (reader.index.codec.id, reader.index.text_encoder.id) == ("wan-vae-4x8x8-c16", "umt5-32x512")
-    assert reader.index.cond_channels == 20
+    # by itself, as the pipeline is one of image-to-video
+    assert "the image condition of its first frame, and its tokens by clip-5x16" in output
+    assert (reader.index.cond_channels, reader.index.image_encoder.id) == (20, "clip-5x16")
+    video, _ = read_video(tmp_path / "v" / "1.mp4")
+    torch.testing.assert_close(reader.image_inputs("1"), WanVAE(str(folder)).image_inputs(video))
     caption, tokens = reader.text("1", 1)
     assert caption == "a cat"
     # two words and the end
     assert tokens.shape == (3, 32)
     assert reader.null_text.shape == (1, 32)
+    plain = ["--model", str(save_pipeline(tmp_path / "plain")), "--text-dtype", "float32"]
+    with pytest.raises(ValueError, match=r"has image encoder clip-5x16 .*, got no image encoder"):
+        vsa_command("encode", str(tmp_path / "v"), str(tmp_path / "s"), *plain, "--image-condition", "--add")
     with pytest.raises(ValueError, match=r"no such model folder: .*nowhere"):
         vsa_command("encode", str(tmp_path / "v"), str(tmp_path / "t"), "--vae", str(tmp_path / "nowhere"))
 

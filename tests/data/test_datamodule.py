@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import re
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import lightning
 import pytest
@@ -395,20 +397,31 @@ def test_statistics_of_the_data_or_of_the_codec(dataset: Path) -> None:
 
 
 def test_image_conditions_come_with_the_batch(tmp_path: Path) -> None:
-    for name, channels in (("a", 20), ("b", 0), ("c", 12)):
-        with ShardWriter(tmp_path / name, codec=HaarCodec(), text_encoder=ENCODER, dtype="float32") as writer:
+    for name, channels, encoder in (("a", 20, "v1"), ("b", 0, None), ("c", 12, "v1"), ("d", 20, "v2"), ("e", 20, None)):
+        image: Any = encoder and SimpleNamespace(id="clip", hash=encoder, tokens=3, dim=5)
+        how: Any = {"codec": HaarCodec(), "text_encoder": ENCODER, "image_encoder": image, "dtype": "float32"}
+        with ShardWriter(tmp_path / name, **how) as writer:
             for i in range(8):
                 latents = torch.full((16, 2, 2, 4), float(i))
                 condition = torch.full((channels, 2, 2, 4), -float(i)) if channels else None
-                writer.add(f"{name}{i}", latents, ["x"], {}, condition)
+                tokens = torch.full((3, 5), -float(i)) if encoder else None
+                writer.add(f"{name}{i}", latents, ["x"], {}, condition, tokens)
     data = attach(module(tmp_path / "a"), steps=5)
-    assert data.cond_channels == 20
+    assert (data.cond_channels, data.image_encoder and data.image_encoder.dim) == (20, 5)
     for batch in batches(data) + list(data.val_dataloader()):
         assert batch.cond_latents is not None
         assert batch.cond_latents.shape == (4, 20, 2, 2, 4)
         assert torch.equal(batch.cond_latents[:, 0], -batch.latents[:, 0])
+        assert batch.image_embeds is not None
+        assert torch.equal(batch.image_embeds, batch.cond_latents[:, :1, 0, 0, :1].expand(4, 3, 5))
+        assert batch.rows(slice(1, 3)).image_embeds is not None
         assert batch.to("meta").cond_latents.device.type == "meta"  # pyright: ignore
-    assert all(batch.cond_latents is None for batch in batches(attach(module(tmp_path / "b"), steps=2)))
+    for batch in batches(attach(module(tmp_path / "b"), steps=2)):
+        assert batch.cond_latents is batch.image_embeds is None
+    for other, what in (("d", "(image_encoder clip, v2)"), ("e", "(no image_encoder)")):
+        sources = {name: {"root": str(tmp_path / name)} for name in ("a", other)}
+        with pytest.raises(ValueError, match=rf"\(image_encoder clip, v1\) with .*{other} {re.escape(what)}"):
+            module(sources=sources)
     for other, cond_channels in (("b", 0), ("c", 12)):
         sources = {name: {"root": str(tmp_path / name)} for name in ("a", other)}
         with pytest.raises(ValueError, match=rf"\(20 channels of image condition\) with .*{other} \({cond_channels}\)"):

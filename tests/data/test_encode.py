@@ -119,13 +119,13 @@ def test_image_conditions_are_stored(tmp_path: Path, wan_vae: WanVAE) -> None:
     for name in ("0", "1"):
         video, _ = read_video(tmp_path / "v" / f"{name}.mp4")
         torch.testing.assert_close(reader.latent(name), wan_vae.encode(video))
-        torch.testing.assert_close(reader.condition(name), wan_vae.image_condition(video))
-    assert not torch.equal(reader.condition("0"), reader.condition("1"))
+        torch.testing.assert_close(reader.image_inputs(name), wan_vae.image_inputs(video))
+    assert not torch.equal(*(reader.image_inputs(name)["cond_latents"] for name in ("0", "1")))
+    assert reader.index.image_encoder is None
     encode_folder(tmp_path / "v", tmp_path / "plain", **options)
     plain = LatentReader(tmp_path / "plain")
     assert plain.index.cond_channels == 0
-    with pytest.raises(ValueError, match=r"expected cond of shape .*, got None"):
-        plain.condition("0")
+    assert plain.image_inputs("0") == {}
     with pytest.raises(ValueError, match="need Wan's VAE, got codec haar"):
         encode(tmp_path / "v", tmp_path / "other", image_condition=True)
 

@@ -267,6 +267,11 @@ def test_image_conditions_must_fit(tmp_path: Path) -> None:
     for condition, message in cases:
         with pytest.raises(ValueError, match=message):
             write(condition)
+    with (
+        pytest.raises(ValueError, match=r"image_embeds of a must be None, got \[3, 5\]"),
+        ShardWriter(tmp_path, codec=HaarCodec(1), text_encoder=ENCODER) as writer,
+    ):
+        writer.add("a", torch.zeros(1, 2, 2, 2), ["x"], {}, None, torch.zeros(3, 5))
 
 
 def test_data_sets_of_earlier_versions_are_read(tmp_path: Path, make_dataset) -> None:

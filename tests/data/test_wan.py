@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 
-from tests.data.tiny_wan import make_pipeline, make_text_encoder, make_transformer, make_vae, save_pipeline
+from tests.data.tiny_wan import make_image_pipeline, make_pipeline, make_text_encoder, make_vae, save_pipeline
 from vsa.data.batch import pad_text
 from vsa.data.codecs import WanVAE
+from vsa.data.image_encoder import ImageEncoder
 from vsa.data.pretrained import component_folder, weights_digest
 from vsa.data.text import UMT5Encoder, clean_caption
 
@@ -99,28 +101,49 @@ def test_statistics_are_the_vaes_own(vae: WanVAE) -> None:
     assert std.tolist() == pytest.approx(config.latents_std, rel=1e-6)
 
 
-def test_image_condition_is_the_pipelines(vae: WanVAE) -> None:
-    from diffusers import WanImageToVideoPipeline
+@pytest.fixture(scope="module")
+def image_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_pipeline(tmp_path_factory.mktemp("wan") / "i2v", make_image_pipeline)
 
-    parts = make_pipeline().components
-    pipeline = WanImageToVideoPipeline(
-        **{name: parts[name] for name in ("tokenizer", "text_encoder", "vae", "scheduler")},
-        transformer=make_transformer(in_channels=36),
-        image_encoder=None,
-        image_processor=None,
-    )
+
+def test_image_inputs_are_the_pipelines(image_folder: Path, folder: Path) -> None:
+    pipeline, codec = make_image_pipeline(), WanVAE(str(image_folder))
     video = clip(9, 16, 24, seed=2)
     with torch.no_grad():
         _, expected = pipeline.prepare_latents(
             as_pixels(video)[:, :, 0], 1, height=16, width=24, num_frames=9, dtype=torch.float32, device="cpu"
         )
-    condition = vae.image_condition(video)
-    assert condition.shape == (20, 3, 2, 3)
-    torch.testing.assert_close(condition, expected[0], atol=1e-5, rtol=0)
+        tokens = pipeline.encode_image(Image.fromarray(video[0].numpy()), "cpu")
+    inputs = codec.image_inputs(video)
+    assert inputs["cond_latents"].shape == (20, 3, 2, 3)
+    torch.testing.assert_close(inputs["cond_latents"], expected[0], atol=1e-5, rtol=0)
+    assert inputs["image_embeds"].shape == (5, 16)
+    torch.testing.assert_close(inputs["image_embeds"], tokens[0], atol=1e-5, rtol=0)
     # later frames are not looked at, the first is
     other = torch.cat((video[:1], clip(8, 16, 24, seed=3)))
-    assert torch.equal(vae.image_condition(other), condition)
-    assert not torch.equal(vae.image_condition(video.flip(0)), condition)
+    assert all(torch.equal(value, inputs[name]) for name, value in codec.image_inputs(other).items())
+    assert not any(torch.equal(value, inputs[name]) for name, value in codec.image_inputs(video.flip(0)).items())
+    assert codec.image_to_video
+    # without CLIP, as Wan2.2 A14B
+    plain = WanVAE(str(folder))
+    assert plain.image_inputs(video).keys() == {"cond_latents"}
+    assert not plain.image_to_video
+
+
+def test_image_encoders_are_told_apart(image_folder: Path, tmp_path: Path) -> None:
+    encoder = ImageEncoder(str(image_folder))
+    assert (encoder.id, encoder.tokens, encoder.dim) == ("clip-5x16", 5, 16)
+    copy = Path(shutil.copytree(image_folder, tmp_path / "copy"))
+    assert ImageEncoder(str(copy)).hash == encoder.hash
+    pixels = copy / "image_processor" / "preprocessor_config.json"
+    pixels.write_text(pixels.read_text().replace('"do_center_crop": true', '"do_center_crop": false'))
+    assert ImageEncoder(str(copy)).hash != encoder.hash
+    config = copy / "image_encoder" / "config.json"
+    config.write_text(config.read_text().replace('"patch_size": 14', '"patch_size": 0'))
+    with pytest.raises(ValueError, match=r"config.json has patch_size=0, expected .*at least 1"):
+        ImageEncoder(str(copy))
+    with pytest.raises(ValueError, match="has no image_encoder/"):
+        ImageEncoder(str(copy / "vae"))
 
 
 def test_prompt_embeddings_are_the_pipelines(folder: Path) -> None:

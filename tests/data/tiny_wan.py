@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,16 @@ def make_text_encoder(seed: int = 0) -> Any:
     return UMT5EncoderModel(config).eval()
 
 
-def make_transformer(*, in_channels: int = 16, seed: int = 0) -> Any:
+def make_image_encoder(seed: int = 0) -> Any:
+    """A CLIPVisionModel of width 16, which makes 5 tokens of a picture."""
+    from transformers import CLIPVisionConfig, CLIPVisionModel
+
+    torch.manual_seed(seed)
+    sizes: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 3}
+    return CLIPVisionModel(CLIPVisionConfig(**sizes, num_attention_heads=2, image_size=28, patch_size=14)).eval()
+
+
+def make_transformer(*, in_channels: int = 16, seed: int = 0, **changed: Any) -> Any:
     """A WanTransformer3DModel of two layers."""
     from diffusers import WanTransformer3DModel
 
@@ -69,6 +79,7 @@ def make_transformer(*, in_channels: int = 16, seed: int = 0) -> Any:
         ffn_dim=32,
         num_layers=2,
         rope_max_seq_len=64,
+        **changed,
     ).eval()
 
 
@@ -85,7 +96,22 @@ def make_pipeline() -> Any:
     )
 
 
-def save_pipeline(folder: Path) -> Path:
-    """Writes `make_pipeline()` to a folder."""
-    make_pipeline().save_pretrained(folder)
+def make_image_pipeline(*, clip: bool = True) -> Any:
+    """A WanImageToVideoPipeline of the tiny parts, of Wan2.1 with CLIP, else of Wan2.2."""
+    from diffusers import WanImageToVideoPipeline
+    from transformers import CLIPImageProcessor
+
+    parts = make_pipeline().components
+    image: dict[str, Any] = {"image_dim": 16, "added_kv_proj_dim": 24} if clip else {}
+    return WanImageToVideoPipeline(
+        **{name: parts[name] for name in ("tokenizer", "text_encoder", "vae", "scheduler")},
+        transformer=make_transformer(in_channels=36, **image),
+        image_encoder=make_image_encoder() if clip else None,
+        image_processor=CLIPImageProcessor(size={"shortest_edge": 28}, crop_size=28) if clip else None,
+    )
+
+
+def save_pipeline(folder: Path, make: Callable[[], Any] = make_pipeline) -> Path:
+    """Writes a pipeline to a folder."""
+    make().save_pretrained(folder)
     return folder

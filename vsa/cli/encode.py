@@ -71,7 +71,7 @@ def encode(
     ] = None,
     device: Annotated[str | None, option("device of the networks (cuda if available)", panel=BY)] = None,
     image_condition: Annotated[
-        bool, option("store the image condition of image-to-video models too", "--image-condition", panel=BY)
+        bool, option("store image conditions (by itself with --model of image-to-video)", "--image-condition", panel=BY)
     ] = False,
     dtype: Annotated[Precision, option("dtype of the stored latents", panel=OUTPUT)] = "float16",
     samples_per_shard: Annotated[

@@ -20,7 +20,7 @@ from vsa.transfer import copy_async
 TextPadding = Literal["mask", "zeros"]
 """Padding of captions to one length: `mask` hides the padding, `zeros` attends to it, as Wan was trained."""
 
-_INPUTS = ("latents", "text", "text_mask", "cond_latents")
+_INPUTS = ("latents", "text", "text_mask", "cond_latents", "image_embeds")
 _PER_SAMPLE = (*_INPUTS, "sample_ids", "captions", "seeds", "slots", "noise")
 
 
@@ -71,6 +71,7 @@ class VideoBatch:
         num_slots: size of that global batch.
         step: optimizer step the batch belongs to.
         cond_latents: `[B, Cc, T, H, W]` float32 image condition, an input of the model besides the latents.
+        image_embeds: `[B, I, D]` float32 tokens of the image encoder for the first frames.
         bad: bad samples that were drawn and replaced by others.
         mark: position of a stream of shards after this batch; None without a stream.
         noise_ahead: whether `pin_memory` draws `noise`, for a loss that uses the noise of `seeds` itself.
@@ -87,6 +88,7 @@ class VideoBatch:
     num_slots: int
     step: int
     cond_latents: Tensor | None = None
+    image_embeds: Tensor | None = None
     bad: tuple[BadSample, ...] = ()
     mark: StreamMark | None = None
     noise_ahead: bool = False
@@ -95,7 +97,7 @@ class VideoBatch:
     @property
     def conditions(self) -> dict[str, Tensor | None]:
         """Inputs of a model besides noised latents and timestep."""
-        return {"text": self.text, "text_mask": self.text_mask, "cond_latents": self.cond_latents}
+        return {name: getattr(self, name) for name in _INPUTS if name != "latents"}
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> VideoBatch:
         """The batch with latents and text on `device`; seeds, slots and noise stay on the CPU, where noise is drawn."""

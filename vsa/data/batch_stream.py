@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -87,11 +87,12 @@ def read_batch(
     """
     refs = [draw.ref for draw in drawn]
     # a sample that occurs several times in a batch is read once
-    condition, text_of = cache(store.condition), cache(store.text)
+    inputs_of, text_of = cache(store.image_inputs), cache(store.text)
     texts = [("", store.null_text) if d.caption is None else text_of(d.ref, d.caption) for d in drawn]
     rows = [row for _, row in texts]
     text, mask = pad_text(rows, length=store.text_encoder.max_tokens, padding=text_padding)
-    conditions = [cond for cond in map(condition, refs) if cond is not None]
+    images = [inputs_of(ref) for ref in refs]
+    stacked: Any = {name: torch.stack([image[name] for image in images]) for name in images[0]}
     return VideoBatch(
         # pending latents become tensors when the batch moves to a device
         latents=cast(Tensor, store.latents(refs)),
@@ -103,7 +104,7 @@ def read_batch(
         slots=torch.tensor([draw.slot for draw in drawn], dtype=torch.int64),
         num_slots=num_slots,
         step=step,
-        cond_latents=torch.stack(conditions) if conditions else None,
+        **stacked,
     )
 
 

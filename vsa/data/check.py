@@ -67,6 +67,10 @@ def _print_content(index: DatasetIndex) -> None:
     print(f"codec {index.codec.id} ({index.codec.hash}), {index.codec.channels} channels")
     text = index.text_encoder
     print(f"text encoder {text.id} ({text.hash}), {text.dim} wide, at most {text.max_tokens} tokens")
+    if index.cond_channels:
+        print(f"image condition of {index.cond_channels} channels")
+    if (image := index.image_encoder) is not None:
+        print(f"image encoder {image.id} ({image.hash}), {image.dim} wide, {image.tokens} tokens")
     if not index.sealed:
         print("the index was written by an earlier version without a digest of the index: damage to it is not detected")
     captions = sum(sample.captions for sample in index.samples.values())
@@ -78,8 +82,7 @@ def _problems(reader: LatentReader, sample: SampleEntry, sums: Tensor) -> Iterat
     """(cause and shard, problem) for every problem of a sample; adds count, sum and squares of a good one to sums."""
     try:
         latent = reader.latent(sample.id)
-        if reader.index.cond_channels:
-            reader.condition(sample.id)
+        reader.image_inputs(sample.id)
         for caption in range(sample.captions):
             reader.text(sample.id, caption)
     except BadSampleError as error:

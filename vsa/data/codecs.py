@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from functools import reduce
+from functools import cached_property, reduce
 from pathlib import Path
 from typing import Annotated, Any, Protocol
 
 import torch
 from torch import Tensor
 
-from vsa.data.pretrained import read_config, read_tensor
+from vsa.data.image_encoder import ImageEncoder
+from vsa.data.pretrained import pipeline_index, read_config, read_tensor
 from vsa.data.pretrained_vae import PretrainedVAE, check_latents, check_video, vae_folder
 from vsa.settings import Bound, validated
 from vsa.transfer import copy_async
@@ -210,6 +211,31 @@ class WanVAE(PretrainedVAE):
         # older configs omit the factors of Wan 2.1
         spatial = int(config.get("scale_factor_spatial") or 8)
         return int(config["z_dim"]), (int(config.get("scale_factor_temporal") or 4), spatial, spatial), config
+
+    @cached_property
+    def image_to_video(self) -> bool:
+        """Whether its pipeline is one of Wan's that concatenate image conditions to the latents."""
+        index = pipeline_index(self._source)
+        return index.get("_class_name") == "WanImageToVideoPipeline" and not index.get("expand_timesteps")
+
+    @cached_property
+    def image_encoder(self) -> ImageEncoder | None:
+        """CLIP's image encoder of its pipeline; None where there is none, as in Wan2.2."""
+        kind, *_ = pipeline_index(self._source).get("image_encoder") or (None,)
+        return None if kind is None else ImageEncoder(self._source)
+
+    def image_inputs(self, video: Tensor) -> dict[str, Tensor]:
+        """What image-to-video models get of a clip's first frame, by the names of `Network.forward`.
+
+        Args:
+            video: `[T, H, W, 3]` uint8; only the first frame is read.
+
+        Returns:
+            `cond_latents` `[4 + C, t, h, w]`, see `image_condition`, and `image_embeds` `[I, D]`, the tokens of
+            `image_encoder` if there is one; float32.
+        """
+        inputs = {"cond_latents": self.image_condition(video)}
+        return inputs if self.image_encoder is None else inputs | {"image_embeds": self.image_encoder.encode(video[0])}
 
     @torch.no_grad()
     def image_condition(self, video: Tensor) -> Tensor:

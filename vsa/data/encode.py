@@ -90,7 +90,8 @@ def encode_folder(
     options.check(codec)
     refuse_overlap(folder, out)
     check_target(out, overwrite=output.overwrite, add=output.add)
-    own = {"image_condition": options.image_condition, "fps": options.clips.fps}
+    own: dict[str, Any] = {"image_condition": options.image_condition, "fps": options.clips.fps}
+    own["image_encoder"] = options.image_encoder(codec)
     grown = set_to_grow(out, codec, text_encoder, **own) if output.add else None
     limits = {"seconds": options.decode_seconds, "memory_gib": options.decode_memory}
     with DecoderPool(options.workers, **limits) as decoders:
@@ -147,7 +148,7 @@ class _Encoding:
         self._folder, self._options, self._decoders = folder, options, decoders
         # networks hold state while they encode
         self._encoders = threading.Lock()
-        self._codec, self._text_encoder = codec, text_encoder
+        self._codec, self._text_encoder, self._image_encoder = codec, text_encoder, options.image_encoder(codec)
         caption_file = Path(options.captions) if options.captions else None
         self.media = media_files(folder, caption_file)
         self._grown = grown
@@ -188,6 +189,7 @@ class _Encoding:
             **({"shots": self._finder.by, "windows": f"{len(windows)} clips ({found})"} if rules.films else {}),
             "buckets": [str(bucket) for bucket in rules.buckets],
             "image_condition": self._options.image_condition,
+            **({} if (image := self._image_encoder) is None else {"image_encoder": f"{image.id} ({image.hash})"}),
             "dtype": self._options.output.dtype,
             **({} if self._grown is None else {"revision": self._grown.revision + 1}),
         }
@@ -322,11 +324,11 @@ class _Encoding:
         skipped: list[tuple[str, str]] = []
         notes: list[tuple[str, Any]] = []
 
-        def samples(decoder: DecoderProcess) -> Iterator[tuple[int, Tensor, dict[str, Any], Tensor | None]]:
+        def samples(decoder: DecoderProcess) -> Iterator[tuple[int, Tensor, dict[str, Any], dict[str, Tensor]]]:
             for i in span:
                 clip = self.plan.clips[i]
                 try:
-                    pixels, latents, info, condition = self._encode(i, decoder)
+                    pixels, latents, info, images = self._encode(i, decoder)
                 except OutOfMemory:
                     raise
                 except ValueError as error:
@@ -338,7 +340,7 @@ class _Encoding:
                     if i in self._measured:
                         with self._encoders:
                             notes.extend(rebuilt_note(self._ids[i], pixels, latents, self._codec))
-                    yield i, latents, info, condition
+                    yield i, latents, info, images
                 advance(clip.frames)
 
         with self._decoders.one() as decoder:
@@ -347,13 +349,14 @@ class _Encoding:
             first = next(encoded, None)
             if first is None:
                 return PartContent(skipped=skipped)
-            encoders = {"codec": self._codec, "text_encoder": self._text_encoder}
+            encoders: dict[str, Any] = {"codec": self._codec, "text_encoder": self._text_encoder}
+            encoders["image_encoder"] = self._image_encoder
             # one more than the samples: the null embedding is in the text shard too
             shards = {"samples_per_shard": len(span) + 1, "dtype": self._options.output.dtype}
             with ShardWriter(part, **encoders, **shards) as writer:
-                for i, latents, info, condition in chain([first], encoded):
+                for i, latents, info, images in chain([first], encoded):
                     with self._encoders:
-                        writer.add(self._ids[i], latents, self._captions(i)[0], info, condition)
+                        writer.add(self._ids[i], latents, self._captions(i)[0], info, **images)
         return PartContent(skipped=skipped, notes=notes)
 
     def _requests(self, span: range) -> list[tuple[Path, int | None, int | None]]:
@@ -362,8 +365,8 @@ class _Encoding:
         clips = [clip for clip in map(self.plan.clips.__getitem__, used) if clip.file not in self._bad]
         return [(self.files[clip.file], *self._options.clips.part(clip.window)) for clip in clips]
 
-    def _encode(self, i: int, decoder: DecoderProcess) -> tuple[Tensor, Tensor, dict[str, Any], Tensor | None]:
-        """Pixels, latents, facts and image condition of a clip."""
+    def _encode(self, i: int, decoder: DecoderProcess) -> tuple[Tensor, Tensor, dict[str, Any], dict[str, Tensor]]:
+        """Pixels, latents, facts and image inputs of a clip."""
         clip = self.plan.clips[i]
         if reason := self._bad.get(clip.file) or self._silent.get(i):
             raise ValueError(reason)
@@ -374,10 +377,10 @@ class _Encoding:
                 info |= {"start": clip.window.start, "resampled": rules.fps is not None, "shots": self._finder.by}
             with self._encoders:
                 pixels = pixels.to(self._options.device)
-                condition = None
+                images = {}
                 if isinstance(codec, WanVAE) and self._options.image_condition:
-                    condition = codec.image_condition(pixels)
+                    images = codec.image_inputs(pixels)
                 latents = codec.encode(pixels)
         _, fields = self._captions(i)
         info = {"source": self._names[clip.file], **info, **({"fields": fields} if fields else {})}
-        return pixels, latents, info, condition
+        return pixels, latents, info, images

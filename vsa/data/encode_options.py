@@ -8,6 +8,7 @@ from pathlib import Path
 from vsa.data.captioner import refuse_captioner
 from vsa.data.clip_rules import ClipRules
 from vsa.data.codecs import Codec, WanVAE
+from vsa.data.image_encoder import ImageEncoder
 from vsa.data.resumable_writer import OutputOptions
 
 
@@ -21,8 +22,8 @@ class EncodeOptions:
         captions: caption file; see `vsa.data.captions.read_captions`.
         trigger: words put before every caption.
         captioner: image-to-text model for clips without a caption; see `vsa.data.captioner.Captioner`.
-        image_condition: whether the image condition of an image-to-video model is stored with every clip; see
-            `WanVAE.image_condition`.
+        image_condition: whether what an image-to-video model gets of the first frame is stored with every clip; see
+            `WanVAE.image_inputs`.
         skip_bad: whether files that do not decode, are too short or have no caption are skipped and reported, instead
             of stopping.
         decode_seconds: time limit of the decoder per file, in seconds.
@@ -42,6 +43,10 @@ class EncodeOptions:
     decode_memory: float = 16
     device: str = "cpu"
     workers: int = 1
+
+    def image_encoder(self, codec: Codec) -> ImageEncoder | None:
+        """The encoder of the image tokens stored with every clip; None if none are."""
+        return codec.image_encoder if self.image_condition and isinstance(codec, WanVAE) else None
 
     def check(self, codec: Codec) -> None:
         """Raise ValueError for options that the codec does not support."""

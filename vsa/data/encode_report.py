@@ -9,6 +9,7 @@ from pathlib import Path
 
 from vsa.data.captions_page import write_captions_page
 from vsa.data.clip_plan import ClipPlan
+from vsa.data.codecs import WanVAE
 from vsa.data.encode import EncodeOptions, UnusableFiles, encode_folder
 from vsa.data.encode_page import write_page
 from vsa.data.encoders import EncoderChoice
@@ -36,8 +37,13 @@ def encode_and_tell(videos: Path, out: Path, encoders: EncoderChoice, options: E
 
     options = replace(options, device=usable_device(options.device, rank=options.output.rank))
     codec, text_encoder = encoders.build(options.device)
+    if encoders.vae is None and isinstance(codec, WanVAE) and codec.image_to_video:
+        options = replace(options, image_condition=True)
     if options.output.rank == 0:
         print(encoders.describe_text(text_encoder))
+        if options.image_condition and isinstance(codec, WanVAE):
+            tokens = "" if codec.image_encoder is None else f", and its tokens by {codec.image_encoder.id}"
+            print(f"stored with every clip: the image condition of its first frame{tokens}")
     try:
         report = encode_folder(videos, out, options, codec=codec, text_encoder=text_encoder, show_plan=show_plan)
     except UnusableFiles as error:

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from vsa.data.codecs import Codec
-from vsa.data.index import INDEX_NAME, CodecInfo, DatasetIndex, TextInfo
+from vsa.data.image_encoder import ImageEncoder
+from vsa.data.index import INDEX_NAME, CodecInfo, DatasetIndex, ImageInfo, TextInfo
 from vsa.data.text import TextEncoder
 
 
 def set_to_grow(
-    root: Path, codec: Codec, text_encoder: TextEncoder, *, image_condition: bool, fps: float | None
+    root: Path,
+    codec: Codec,
+    text_encoder: TextEncoder,
+    *,
+    image_condition: bool,
+    image_encoder: ImageEncoder | None,
+    fps: float | None,
 ) -> DatasetIndex | None:
     """The data set in a folder to which samples are added; None: there is none yet.
 
@@ -20,6 +28,7 @@ def set_to_grow(
         codec: codec of the new samples.
         text_encoder: encoder of their captions.
         image_condition: whether they have an image condition.
+        image_encoder: encoder of their image tokens; None without them.
         fps: frame rate to which they are resampled; None: that of each file.
 
     Raises:
@@ -30,13 +39,15 @@ def set_to_grow(
     index = DatasetIndex.load(root / INDEX_NAME)
     if any(sample.about.source is None for sample in index.samples.values()):
         raise ValueError(f"{root} was encoded by an earlier version, which did not record the files: encode it again")
-    pairs: list[tuple[str, CodecInfo | TextInfo, CodecInfo | TextInfo]] = [
+    pairs: list[tuple[str, Any, Any]] = [
         ("codec", index.codec, CodecInfo.of(codec)),
         ("text encoder", index.text_encoder, TextInfo.of(text_encoder)),
+        ("image encoder", index.image_encoder, ImageInfo.of(image_encoder)),
     ]
-    for what, theirs, ours in pairs:
-        if theirs != ours:
-            raise ValueError(f"{root} has {what} {theirs.id} ({theirs.hash}), got {ours.id} ({ours.hash})")
+    for what, *both in pairs:
+        if both[0] != both[1]:
+            theirs, ours = (f"{what} {info.id} ({info.hash})" if info else f"no {what}" for info in both)
+            raise ValueError(f"{root} has {theirs}, got {ours.removeprefix(f'{what} ')}")
     if bool(index.cond_channels) != image_condition:
         raise ValueError(f"{root} has {index.cond_channels} channels of image condition, got {image_condition=}")
     rates = index.rates()

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from vsa.data.codecs import Codec
+from vsa.data.image_encoder import ImageEncoder
 from vsa.data.index_values import channel_statistics, digest, reals, whole, wholes, words
 from vsa.data.plan import Shape
 from vsa.data.text import TextEncoder
@@ -37,7 +38,7 @@ _ID = re.compile(r"[A-Za-z0-9_-]{1,128}")
 _SHARD_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,127}")
 _SEAL = re.compile(r'\{"index_sha256": "([0-9a-f]{64})", ')
 _KEYS = {"codec", "text_encoder", "latent_mean", "latent_std", "null_text", "shards"}
-_OTHER_KEYS = {"index_sha256", "schema", "cond_channels", "revision", "previous"}
+_OTHER_KEYS = {"index_sha256", "schema", "cond_channels", "image_encoder", "revision", "previous"}
 # far above the values of data sets, far below those that exhaust a machine
 _MOST_CHANNELS = _MOST_TOKENS = _MOST_WIDTH = 65_536
 _MOST_STRIDE, _MOST_SIDE, _MOST_CAPTIONS, _MOST_BYTES, _MOST_REVISIONS = 1024, 1 << 20, 100_000, 1 << 50, 100_000
@@ -71,6 +72,23 @@ class TextInfo:
     def of(encoder: TextEncoder) -> TextInfo:
         """The fields of a text encoder that an index stores."""
         return TextInfo(id=encoder.id, hash=encoder.hash, dim=encoder.dim, max_tokens=encoder.max_tokens)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageInfo:
+    """The image encoder of the first frames; see `vsa.data.image_encoder.ImageEncoder`."""
+
+    id: str
+    hash: str
+    tokens: int
+    dim: int
+
+    @staticmethod
+    def of(encoder: ImageEncoder | None) -> ImageInfo | None:
+        """The fields of an image encoder that an index stores; None without one."""
+        if encoder is None:
+            return None
+        return ImageInfo(id=encoder.id, hash=encoder.hash, tokens=encoder.tokens, dim=encoder.dim)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,6 +156,7 @@ class DatasetIndex:
         shards: shard files by name.
         samples: samples by id, in the order they were written.
         cond_channels: channels of the image condition stored with every latent; 0 without one.
+        image_encoder: encoder of the image tokens stored with every latent; None without them.
         sealed: whether the file contains its own digest; files of earlier versions do not.
         revision: 1 for a set that has not grown.
         previous: SHA-256 of the index of the revision before it.
@@ -151,6 +170,7 @@ class DatasetIndex:
     shards: Mapping[str, ShardEntry]
     samples: Mapping[str, SampleEntry]
     cond_channels: int = 0
+    image_encoder: ImageInfo | None = None
     sealed: bool = True
     revision: int = 1
     previous: str | None = None
@@ -188,6 +208,7 @@ class DatasetIndex:
             "latent_mean": self.latent_mean,
             "latent_std": self.latent_std,
             "cond_channels": self.cond_channels,
+            **({} if self.image_encoder is None else {"image_encoder": asdict(self.image_encoder)}),
             "null_text": asdict(self.null_text),
             "shards": list(records.values()),
         }
@@ -303,6 +324,7 @@ def _parse(content: dict[str, Any]) -> DatasetIndex:
         },
         # absent in data sets of earlier versions
         cond_channels=whole("cond_channels", content.get("cond_channels", 0), 0, _MOST_CHANNELS),
+        image_encoder=_image_encoder(content["image_encoder"]) if "image_encoder" in content else None,
         # absent in a set that has not grown
         revision=whole("revision", content.get("revision", 1), 1, _MOST_REVISIONS),
         previous=digest("previous", content["previous"]) if content.get("revision", 1) != 1 else None,
@@ -338,6 +360,15 @@ def _text_encoder(content: dict[str, Any]) -> TextInfo:
         hash=words("text_encoder.hash", content["hash"]),
         dim=whole("text_encoder.dim", content["dim"], 1, _MOST_WIDTH),
         max_tokens=whole("text_encoder.max_tokens", content["max_tokens"], 1, _MOST_TOKENS),
+    )
+
+
+def _image_encoder(content: dict[str, Any]) -> ImageInfo:
+    return ImageInfo(
+        id=words("image_encoder.id", content["id"]),
+        hash=words("image_encoder.hash", content["hash"]),
+        tokens=whole("image_encoder.tokens", content["tokens"], 1, _MOST_TOKENS),
+        dim=whole("image_encoder.dim", content["dim"], 1, _MOST_WIDTH),
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,7 +19,7 @@ from vsa.data.bad_samples import BadSampleError
 from vsa.data.batch import TextPadding, VideoBatch
 from vsa.data.batch_stream import RankSlice, TrainStream, ValidationStream
 from vsa.data.codecs import Codec
-from vsa.data.index import USUAL_FPS
+from vsa.data.index import USUAL_FPS, ImageInfo
 from vsa.data.parallel_dims import dims_of
 from vsa.data.plan import DataPlan, SampleRef, Shape, Source, begun, split_ids
 from vsa.data.sample_store import SampleStore, refuse_other_encoders
@@ -30,6 +30,8 @@ from vsa.signals import leave_signals_to_parent
 
 # number of steps of a run without max_steps, which another limit ends
 ENDLESS = 1 << 40
+# held-out samples whose captions are compared with those asked for
+_SEARCHED = 1000
 
 
 @dataclass(kw_only=True, eq=False)
@@ -235,6 +237,36 @@ class PlanDataModule(LightningDataModule):
         return self.store.cond_channels
 
     @property
+    def image_encoder(self) -> ImageInfo | None:
+        """The encoder of the image tokens of every sample; None without them."""
+        return self.store.image_encoder
+
+    def first_frames(self, captions: Sequence[str], latent_shape: Shape) -> dict[str, Tensor]:
+        """Image inputs of a model for N captions, of held-out samples of a latent shape: of that with the caption, else
+        of the next in their order.
+
+        Returns:
+            Float32 tensors with N samples each, by the names of `Network.forward`.
+
+        Raises:
+            ValueError: no held-out sample of the shape can be read.
+        """
+        refs, own, rows = self.held_out.get(latent_shape, ()), dict[str, SampleRef](), list[dict[str, Tensor]]()
+        for ref in refs[:_SEARCHED]:
+            with suppress(BadSampleError):
+                own.setdefault(self.store.text(ref, 0)[0], ref)
+        for i, caption in enumerate(captions):
+            first = i % max(len(refs), 1)
+            for ref in (*([own[caption]] if caption in own else []), *refs[first:], *refs[:first]):
+                with suppress(BadSampleError):
+                    rows.append(self.store.image_inputs(ref))
+                    break
+            else:
+                shape = "x".join(map(str, latent_shape))
+                raise ValueError(f"no held-out sample of latents {shape} gives a first frame: data.val_fraction=0.1")
+        return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+
+    @property
     def buckets(self) -> dict[Shape, int]:
         """Number of training samples by latent shape `(C, t, h, w)`, most frequent first."""
         counts: dict[Shape, int] = {}
@@ -261,6 +293,7 @@ class PlanDataModule(LightningDataModule):
             "plan_hash": self.plan_hash,
             "codec": {"id": self.codec.id, "hash": self.codec.hash},
             "text_encoder": {"id": self.text_encoder.id, "hash": self.text_encoder.hash},
+            **({"image_encoder": {"id": image.id, "hash": image.hash}} if (image := self.image_encoder) else {}),
             "latent_shapes": [list(bucket) for bucket in self.buckets],
             # at the usual rate and without windows the state equals that of earlier versions
             **({"fps": self.fps} if self.fps != USUAL_FPS else {}),

@@ -35,17 +35,7 @@ def component_folder(source: str | Path, name: str) -> Path:
         source: a local pipeline folder or a hub id, of which only this component is downloaded.
         name: component: "vae", "text_encoder", "tokenizer", "transformer".
     """
-    folder = Path(source)
-    if not folder.is_dir():
-        refuse_unknown(source)
-        from huggingface_hub import snapshot_download
-
-        try:
-            folder = Path(snapshot_download(str(source), allow_patterns=[f"{name}/*"]))
-        # the hub client has many kinds of errors, which all mean that the component cannot be loaded
-        except Exception as error:
-            reason = " ".join(str(error).split())[:200]
-            raise ValueError(f"{source} is neither a local folder nor a hub id that can be loaded: {reason}") from error
+    folder = _local(source, f"{name}/*")
     if not (folder / name).is_dir():
         raise ValueError(f"model folder {source} has no {name}/")
     # the libraries that load it follow the names in an index anywhere
@@ -53,6 +43,27 @@ def component_folder(source: str | Path, name: str) -> Path:
         for file in read_json(index, kind={"weight_map": dict})["weight_map"].values():
             inner_name(file, index)
     return folder / name
+
+
+def pipeline_index(source: str | Path) -> dict[str, Any]:
+    """The `model_index.json` of a diffusers pipeline, a local folder or a hub id; empty for a folder without it."""
+    file = _local(source, "model_index.json") / "model_index.json"
+    return read_json(file, kind={"_class_name": str}) if file.is_file() else {}
+
+
+def _local(source: str | Path, pattern: str) -> Path:
+    """A local folder itself, or that of the files of a hub id with a pattern, which are downloaded."""
+    if Path(source).is_dir():
+        return Path(source)
+    refuse_unknown(source)
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(str(source), allow_patterns=[pattern]))
+    # the hub client has many kinds of errors, which all mean that the files cannot be loaded
+    except Exception as error:
+        reason = " ".join(str(error).split())[:200]
+        raise ValueError(f"{source} is neither a local folder nor a hub id that can be loaded: {reason}") from error
 
 
 def read_config(folder: Path, *class_names: str) -> dict[str, Any]:

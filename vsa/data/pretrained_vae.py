@@ -46,7 +46,7 @@ class PretrainedVAE:
         dtype: Literal["float32", "bfloat16", "float16"] = "float32",
         tiled_decoding: bool = False,
     ) -> None:
-        self._folder = vae_folder(source)
+        self._source, self._folder = source, vae_folder(source)
         config = read_config(self._folder, self.kind)
         for key in self.needed:
             if key not in config:

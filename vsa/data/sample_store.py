@@ -21,6 +21,7 @@ from vsa.data.index import (
     USUAL_FPS,
     CodecInfo,
     DatasetIndex,
+    ImageInfo,
     SampleEntry,
     TextInfo,
 )
@@ -64,6 +65,11 @@ class SampleStore(Protocol):
         ...
 
     @property
+    def image_encoder(self) -> ImageInfo | None:
+        """The encoder of the image tokens of every sample; None without them."""
+        ...
+
+    @property
     def null_text(self) -> Tensor:
         """float32 `[S, E]`, the embedding of the empty caption."""
         ...
@@ -82,8 +88,8 @@ class SampleStore(Protocol):
         """float32 `[B, C, t, h, w]` of samples of one shape, not normalised."""
         ...
 
-    def condition(self, ref: SampleRef) -> Tensor | None:
-        """float32 `[Cc, t, h, w]` image condition of the sample, None where the store has none."""
+    def image_inputs(self, ref: SampleRef) -> dict[str, Tensor]:
+        """What the store has of the first frame of the sample; see `LatentReader.image_inputs`."""
         ...
 
     def captions(self, ref: SampleRef) -> int:
@@ -202,7 +208,7 @@ class ShardStore:
         first, *others = self._readers.values()
         self.codec = first.index.codec
         self.text_encoder = first.index.text_encoder
-        self.cond_channels = first.index.cond_channels
+        self.cond_channels, self.image_encoder = first.index.cond_channels, first.index.image_encoder
         self.null_text = first.null_text
         for other in others:
             if other.index.cond_channels != self.cond_channels:
@@ -210,13 +216,11 @@ class ShardStore:
                     f"cannot mix {first.place} ({self.cond_channels} channels of image condition) with {other.place} "
                     f"({other.index.cond_channels})"
                 )
-            for what in ("codec", "text_encoder"):
+            for what in ("codec", "text_encoder", "image_encoder"):
                 ours, theirs = getattr(first.index, what), getattr(other.index, what)
                 if ours != theirs:
-                    raise ValueError(
-                        f"cannot mix {first.place} ({what} {ours.id}, {ours.hash}) with {other.place} "
-                        f"({what} {theirs.id}, {theirs.hash})"
-                    )
+                    names = [f"({what} {info.id}, {info.hash})" if info else f"(no {what})" for info in (ours, theirs)]
+                    raise ValueError(f"cannot mix {first.place} {names[0]} with {other.place} {names[1]}")
         self.buckets = {name: _by_shape(reader) for name, reader in self._readers.items()}
         rates = sum((reader.index.rates() for reader in self._readers.values()), Counter[float]())
         self.fps = max(rates, key=lambda rate: rates[rate], default=USUAL_FPS)
@@ -238,9 +242,9 @@ class ShardStore:
         read = cache(lambda ref: self._readers[ref.source].latent(ref.id))
         return torch.stack([read(ref) for ref in refs])
 
-    def condition(self, ref: SampleRef) -> Tensor | None:
-        """float32 `[Cc, t, h, w]` image condition of the sample, None where the store has none."""
-        return self._readers[ref.source].condition(ref.id) if self.cond_channels else None
+    def image_inputs(self, ref: SampleRef) -> dict[str, Tensor]:
+        """What the store has of the first frame of the sample; see `LatentReader.image_inputs`."""
+        return self._readers[ref.source].image_inputs(ref.id)
 
     def captions(self, ref: SampleRef) -> int:
         """How many captions the sample has."""
@@ -260,6 +264,7 @@ class RenderedStore:
     """
 
     cond_channels = 0
+    image_encoder = None
     fps = USUAL_FPS
 
     def __init__(self, codec: Codec, text_encoder: TextEncoder) -> None:
@@ -267,9 +272,9 @@ class RenderedStore:
         self.codec, self.text_encoder = CodecInfo.of(codec), TextInfo.of(text_encoder)
         self.null_text = text_encoder.encode("")
 
-    def condition(self, ref: SampleRef) -> Tensor | None:
-        """None: these clips have no image condition."""
-        return None
+    def image_inputs(self, ref: SampleRef) -> dict[str, Tensor]:
+        """Empty: these clips have no image condition."""
+        return {}
 
 
 class ToyStore(RenderedStore):

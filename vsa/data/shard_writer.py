@@ -16,6 +16,7 @@ from safetensors.torch import save as save_tensors
 from torch import Tensor
 
 from vsa.data.codecs import Codec
+from vsa.data.image_encoder import ImageEncoder
 from vsa.data.index import (
     INDEX_NAME,
     SCHEMA,
@@ -23,6 +24,7 @@ from vsa.data.index import (
     About,
     CodecInfo,
     DatasetIndex,
+    ImageInfo,
     SampleEntry,
     ShardEntry,
     Span,
@@ -51,6 +53,7 @@ class ShardWriter:
         root: folder to write; created when missing.
         codec: codec of the latents.
         text_encoder: encoder of the captions passed to `add`.
+        image_encoder: encoder of the image tokens passed to `add`; None: samples have none.
         samples_per_shard: samples in a full shard.
         dtype: dtype of the stored latents: float16, bfloat16 or float32.
         overwrite: whether an existing data set is replaced.
@@ -62,6 +65,7 @@ class ShardWriter:
         *,
         codec: Codec,
         text_encoder: TextEncoder,
+        image_encoder: ImageEncoder | None = None,
         samples_per_shard: int = 1024,
         dtype: str = "float16",
         overwrite: bool = False,
@@ -78,7 +82,7 @@ class ShardWriter:
             if path.name not in own:
                 raise ValueError(f"{path} is not part of a data set in {self.root}: choose another folder, or move it")
         self._codec = codec
-        self._text_encoder = text_encoder
+        self._text_encoder, self._image = text_encoder, ImageInfo.of(image_encoder)
         self._samples_per_shard = samples_per_shard
         self._dtype = _DTYPES[dtype]
         self._open: dict[str, _OpenShard] = {}
@@ -122,6 +126,7 @@ class ShardWriter:
         captions: Sequence[str],
         info: Mapping[str, Any],
         cond_latents: Tensor | None = None,
+        image_embeds: Tensor | None = None,
     ) -> None:
         """Store one sample.
 
@@ -133,6 +138,7 @@ class ShardWriter:
                 "fields" (texts by name) and the "fps" of a clip are also stored in the index, and for a clip of a film
                 its "start" and whether it is "resampled"; see `About`.
             cond_latents: image condition `[Cc, t, h, w]` for the model; either all samples have one or none has.
+            image_embeds: tokens `[I, D]` of the image encoder, with one.
         """
         if not valid_id(sample_id) or len(sample_id) > _LONGEST_ID or sample_id == NULL_KEY:
             raise ValueError(f"sample id {sample_id!r} must be 1 to {_LONGEST_ID} letters, digits, '_' or '-'")
@@ -160,6 +166,13 @@ class ShardWriter:
                 f"expected {self._cond_channels} as before"
             )
         self._cond_channels = cond_channels
+
+        size = None if self._image is None else [self._image.tokens, self._image.dim]
+        actual = None if image_embeds is None else list(image_embeds.shape)
+        if actual != size:
+            raise ValueError(f"image_embeds of {sample_id} must be {size}, got {actual}")
+        if image_embeds is not None:
+            tensors["image"] = self._as_stored("image_embeds", sample_id, image_embeds)
 
         flat = latent.double().flatten(1)
         self._sums += torch.stack([torch.full((len(flat),), flat.shape[1]), flat.sum(1), (flat**2).sum(1)])
@@ -249,6 +262,7 @@ class ShardWriter:
                 for name, (shape, captions, about) in self._samples.items()
             },
             cond_channels=self._cond_channels or 0,
+            image_encoder=self._image,
         )
 
 

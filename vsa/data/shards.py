@@ -3,17 +3,18 @@
 Layout of a folder (tar files in webdataset form, one sample a key):
 
     latents-C16x4x16x16-00000.tar   KEY.latent.safetensors, KEY.json     one latent shape per shard
-                                    (tensor "latent", and "cond" in a data set with image conditions)
+                                    (tensor "latent", in a data set with image conditions "cond" and "image")
     text-00000.tar                  KEY.text.safetensors                 every caption; the null embedding once
     index.json                      byte offsets, sizes and digests; written last
 
-C t h w latent channels, frames and size; Cc channels of the image condition; S E text tokens and width.
+C t h w latent channels, frames and size; Cc channels of the image condition; I D image tokens and width; S E text
+tokens and width.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -76,24 +77,36 @@ class LatentReader:
 
     def latent(self, sample_id: str) -> Tensor:
         """float32 latents `[C, t, h, w]` of a sample, not normalised."""
-        return self._latent_tensor(sample_id, "latent", self.index.codec.channels)
+        return self._stored(sample_id, {"latent": (self.index.codec.channels, *self._cells(sample_id))})[0]
 
-    def condition(self, sample_id: str) -> Tensor:
-        """float32 image condition `[Cc, t, h, w]` of a sample, for the model."""
-        return self._latent_tensor(sample_id, "cond", self.index.cond_channels)
+    def image_inputs(self, sample_id: str) -> dict[str, Tensor]:
+        """What the data set has of a sample's first frame, for the model: float32 `cond_latents` `[Cc, t, h, w]` and
+        `image_embeds` `[I, D]`."""
+        shapes, encoder = dict[str, tuple[int, ...]](), self.index.image_encoder
+        if self.index.cond_channels:
+            shapes["cond"] = self.index.cond_channels, *self._cells(sample_id)
+        if encoder is not None:
+            shapes["image"] = encoder.tokens, encoder.dim
+        names = {"cond": "cond_latents", "image": "image_embeds"}
+        tensors = self._stored(sample_id, shapes) if shapes else ()
+        return {names[name]: tensor for name, tensor in zip(shapes, tensors, strict=True)}
 
-    def _latent_tensor(self, sample_id: str, name: str, channels: int) -> Tensor:
+    def _cells(self, sample_id: str) -> tuple[int, ...]:
+        return self._entry(sample_id).latent_shape[1:]
+
+    def _stored(self, sample_id: str, shapes: Mapping[str, Sequence[int]]) -> list[Tensor]:
+        """Tensors beside the latent of a sample, and the latent itself, by name with their shapes."""
         entry = self._entry(sample_id)
         header, tensors = self._tensors(sample_id, entry.latent)
         if header.get("codec_hash") != self.index.codec.hash:
             actual = f"{_short(header.get('codec_id'))} {_short(header.get('codec_hash'))}"
             says = f"{self.index.codec.id} {self.index.codec.hash}"
             raise self._bad(sample_id, entry.latent, "metadata", f"expected encoder {says}, got {actual}")
-        tensor, shape = tensors.get(name), [channels, *entry.latent_shape[1:]]
-        if tensor is None or list(tensor.shape) != shape:
-            actual = None if tensor is None else list(tensor.shape)
-            raise self._bad(sample_id, entry.latent, "shape", f"expected {name} of shape {shape}, got {actual}")
-        return self._numbers(sample_id, entry.latent, name, tensor)
+        for name, shape in shapes.items():
+            actual = list(tensors[name].shape) if name in tensors else None
+            if actual != [*shape]:
+                raise self._bad(sample_id, entry.latent, "shape", f"expected {name} of shape {[*shape]}, got {actual}")
+        return [self._numbers(sample_id, entry.latent, name, tensors[name]) for name in shapes]
 
     def text(self, sample_id: str, caption: int) -> tuple[str, Tensor]:
         """One caption of a sample and its float32 embedding `[S, E]`."""
