@@ -170,7 +170,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, tiny_overrides: tuple[str,
 def drawing(monkeypatch: pytest.MonkeyPatch, source: Callable[[Tensor], Tensor]) -> None:
     """Models draw what `source` makes of standard normal noise of a clip."""
 
-    def sample(model, encoder, prompts, seeds, settings, progress=None):
+    def sample(model, encoder, prompts, seeds, settings, progress=None, given=None):
         return torch.stack([source(normal(*settings.latent_shape, seed=int(s) % 2**31)).float() for s in seeds])
 
     monkeypatch.setattr(evaluation, "sample_latents", sample)

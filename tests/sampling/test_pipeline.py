@@ -21,6 +21,7 @@ from vsa.diffusion.flow_matching import noise_like
 from vsa.diffusion.rollout import rollout, rollout_noise
 from vsa.evaluation.attention_map import draw_attention, record_attention
 from vsa.models.video_dit import VideoDiT
+from vsa.sampling.first_frames import with_pictures
 from vsa.sampling.pipeline import (
     SampleSettings,
     SamplingPipeline,
@@ -230,6 +231,7 @@ class Still(nn.Module):
     def __init__(self, run: SamplingPipeline, first: Tensor):
         super().__init__()
         self.inner, self.first = run.model, first
+        self.in_channels, self.out_channels = run.model.in_channels, run.model.out_channels
 
     def grid(self, shape: tuple[int, ...]) -> tuple[int, int, int]:
         return self.inner.grid(shape)
@@ -251,11 +253,11 @@ def test_a_clip_continues_its_first_frame(run: SamplingPipeline, steps):
     still = replace(run, model=cast(VideoDiT, Still(run, first)), step_list=steps, continues=True)
     how = {"steps": 3, "guidance": 2.0} if steps is None else {}
     settings = replace(run, step_list=steps).settings(**how)
-    videos = generate(still, PROMPTS[:2], settings, pictures=[picture, picture])
+    videos = generate(with_pictures(still, [picture]), PROMPTS[:2], settings)
     shown = run.codec.decode(run.codec.encode(picture[None].repeat(4, 1, 1, 1)))
     assert (videos.unflatten(1, (4, 4)).int() - shown.int()).abs().max() <= 1
     with pytest.raises(ValueError, match="first_frame=0: it cannot continue a first frame"):
-        generate(run, PROMPTS[:1], settings, pictures=[picture])
+        with_pictures(run, [picture])
 
 
 def test_decode_undoes_the_normalisation(run: SamplingPipeline):

@@ -192,7 +192,7 @@ def test_either_network_of_a_distillation(distill, training, network):
         assert result.reproduced, (path, result.lines())
 
 
-def batch_of(samples: int, *, channels: int = 16, step: int = 2) -> VideoBatch:
+def batch_of(samples: int, *, channels: int = 16, step: int = 2, image: torch.Tensor | None = None) -> VideoBatch:
     """A batch of random latents as a dump holds it."""
     return VideoBatch(
         latents=torch.randn(samples, channels, 2, 8, 8),
@@ -204,13 +204,20 @@ def batch_of(samples: int, *, channels: int = 16, step: int = 2) -> VideoBatch:
         slots=torch.arange(samples),
         num_slots=samples,
         step=step,
+        image_embeds=image,
     )
 
 
 def test_batches_of_another_step_or_shape_are_refused(training):
     training("trainer.max_steps=4", callbacks=(Spoil("latents"),))
     (path,) = dumps_of(training.folder())
-    for changes, message in (({"step": 3}, "has a batch of step 3, expected 2"), ({"channels": 5}, "do not fit")):
+    image = torch.randn(4, 5, 16)
+    for changes, message in (
+        ({"step": 3}, "has a batch of step 3, expected 2"),
+        ({"channels": 5}, "do not fit"),
+        ({"image": image}, "do not fit"),
+        ({"image": image[0]}, r"0/image_embeds has shape \[5, 16\]"),
+    ):
         nan_dump.write_batches(path / "batches-0.safetensors", [batch_of(4, **changes)], [torch.tensor(0.5)])
         with pytest.raises(ValueError, match=message):
             replay_step(path, accelerator="cpu")

@@ -40,6 +40,7 @@ KEPT = (
     "latent_std",
     "codec",
     "text_encoder",
+    "image_encoder",
     "latent_shapes",
 )
 
@@ -160,7 +161,7 @@ def refuse_other_data(sources: Sequence[WeightSource]) -> None:
     known_facts: dict[str, tuple[Any, str]] = {}
     for source in sources:
         facts = {key: source.state[key] for key in ("latent_mean", "latent_std") if key in source.state}
-        for key in ("codec", "text_encoder"):
+        for key in ("codec", "text_encoder", "image_encoder"):
             if key in source.state:
                 facts[f"{key} hash"] = source.state[key]["hash"]
         if "data" in source.run_config:

@@ -24,6 +24,7 @@ _KIND = {
     "latent_shapes": list[tuple[int, int, int, int]],
     "codec": _COMPONENT,
     "text_encoder": _COMPONENT,
+    "image_encoder?": _COMPONENT,
     "step_list": list[float] | None,
     "config": {"data": dict[str, Any], "task": {"objective": {"shift": dict}}, "callbacks": {"samples": dict}},
 }
@@ -45,7 +46,7 @@ def sampling_part(state: Mapping[str, Any]) -> dict[str, Any] | None:
     if any(value is None for value in needed):
         return None
     return {
-        **{key: state[key] for key in (*_STATE, "fps") if key in state},
+        **{key: state[key] for key in (*_STATE, "image_encoder", "fps") if key in state},
         "step_list": state.get("step_list"),
         "config": {
             "data": {key: data[key] for key in ("codec", "text_encoder", "text_padding") if key in data},

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,6 +23,7 @@ from vsa.data.codecs import Codec
 from vsa.diffusion.flow_matching import add_noise, noise_like, to_timestep
 from vsa.models.network import Network
 from vsa.plotting import QUERY, SELECTED, TITLE, save_figure, set_title
+from vsa.sampling.first_frames import frames_of, image_inputs
 from vsa.sampling.pipeline import (
     SampleSettings,
     SamplingPipeline,
@@ -43,6 +46,7 @@ def record_attention(
     sigma: float,
     topk: KeptTiles,
     seed: int = 0,
+    images: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> dict[int, dict[str, Tensor]]:
     """Record the selection of each sparse layer in a denoising step of `latents` at one noise level.
 
@@ -54,6 +58,7 @@ def record_attention(
         sigma: noise level in [0, 1].
         topk: kv tiles per query tile.
         seed: seed of the noise.
+        images: image conditions, by the names of `Network.forward`.
 
     Returns:
         By layer, the recorded `kv_indices` `[1, H, Nq, K]`, `kv_num_blocks` `[1, H, Nq]` and scores, if there are any,
@@ -66,7 +71,8 @@ def record_attention(
         names = [name for name in ("scores", "kv_indices", "kv_num_blocks") if name in tensors]
         records[layer_idx] = {name: tensors[name].detach().cpu() for name in names}
 
-    denoise_once(model, latents, text, text_mask, sigma=sigma, topk=topk, recorder=recorder, seed=seed)
+    how: dict[str, Any] = {"topk": topk, "recorder": recorder, "seed": seed, "images": images}
+    denoise_once(model, latents, text, text_mask, sigma=sigma, **how)
     return records
 
 
@@ -81,11 +87,12 @@ def denoise_once(
     topk: KeptTiles,
     recorder: Recorder | None = None,
     seed: int = 0,
+    images: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> None:
     """One forward on `latents` with the noise of a seed at one noise level; arguments as in `record_attention`."""
     level = torch.full((1,), sigma, device=latents.device)
     x_t = add_noise(latents, noise_like(latents, clip_seeds(seed, [""])), level)
-    model(x_t, to_timestep(level), text, text_mask, topk=topk, recorder=recorder)
+    model(x_t, to_timestep(level), text, text_mask, **images, topk=topk, recorder=recorder)
 
 
 def draw_attention(run: SamplingPipeline, prompt: str, settings: SampleSettings, path: Path | None) -> Path | None:
@@ -101,10 +108,12 @@ def draw_attention(run: SamplingPipeline, prompt: str, settings: SampleSettings,
     """
     sigma = 0.5
     seeds = clip_seeds(settings.seed, [prompt])
-    latents = sample_latents(run.model, run.text_encoder, [prompt], seeds, settings)
+    given = frames_of(run, [prompt], settings.latent_shape)
+    latents = sample_latents(run.model, run.text_encoder, [prompt], seeds, settings, given=given)
     video = decode_latents(run.codec, latents, run.statistics)[0]
     text, mask = encode_prompts(run.text_encoder, [prompt], run.device, settings.text_padding)
-    records = record_attention(run.model, latents, text, mask, sigma=sigma, topk=settings.topk, seed=settings.seed)
+    how: dict[str, Any] = {"topk": settings.topk, "seed": settings.seed, "images": image_inputs(given)}
+    records = record_attention(run.model, latents, text, mask, sigma=sigma, **how)
     records = {index: tensors for index, tensors in records.items() if "kv_indices" in tensors}
     if not records:
         raise ValueError(f"{run.source} selects no tiles (dense attention, or all tiles are kept): nothing to draw")

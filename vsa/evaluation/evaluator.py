@@ -25,6 +25,7 @@ from vsa.evaluation.feature_distance import ImageFeatures
 from vsa.evaluation.latent_distance import LEAST_CLIPS, against_real, noise_like, refuse_few
 from vsa.evaluation.video_metrics import DATA_RANGE, black_frames, flicker, motion, psnr, ssim, uniform_frames
 from vsa.objectives.flow_matching import VALIDATION_SEED, FlowMatchingLoss
+from vsa.sampling.first_frames import frames_of
 from vsa.sampling.pipeline import (
     ProgressFn,
     SampleSettings,
@@ -334,11 +335,12 @@ def sample_clips(
     Returns:
         uint8 `[N, T, H, W, 3]`, decoded with zeros instead of NaN and infinity, bool `[N]`, and `[N, C, t, h, w]`.
     """
-    seeds = clip_seeds(settings.seed, prompts)
+    seeds, frames = clip_seeds(settings.seed, prompts), frames_of(run, prompts, settings.latent_shape)
     videos, sampled = [], []
     for start in range(0, len(prompts), settings.batch_size):
         part = slice(start, start + settings.batch_size)
-        latents = sample_latents(run.model, run.text_encoder, prompts[part], seeds[part], settings, progress)
+        given = {name: tensor[part] for name, tensor in frames.items()}
+        latents = sample_latents(run.model, run.text_encoder, prompts[part], seeds[part], settings, progress, given)
         sampled.append(latents.cpu())
         latents = latents.nan_to_num(0, 0, 0)
         videos.append(decode_latents(run.codec, latents, run.statistics))

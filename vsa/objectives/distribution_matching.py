@@ -326,6 +326,7 @@ class DistributionMatching:
             return cond
         assert negative is not None
         mask = None if negative.mask is None else negative.mask.expand(len(x_t), -1)
-        text = negative.text.expand(len(x_t), -1, -1)
-        uncond = real_score(x_t, timestep, text, mask, cond_latents=batch.cond_latents, topk=topk)
+        # the first frame stays
+        given = {**batch.conditions, "text": negative.text.expand(len(x_t), -1, -1), "text_mask": mask}
+        uncond = real_score(x_t, timestep, **given, topk=topk)
         return dm.guide_score(cond.float(), uncond.float(), self.guidance, self.cfg_form)

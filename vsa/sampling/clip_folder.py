@@ -27,6 +27,7 @@ from vsa.integrations.diffusers.pipeline import (
     trained_settings,
 )
 from vsa.progress import progress_bar
+from vsa.sampling.first_frames import with_pictures
 from vsa.sampling.pipeline import SampleSettings, SamplingPipeline, clip_seeds, generate, load_run, settings_dict
 from vsa.sampling.sample_writer import write_clips
 from vsa.secrets import without_secrets
@@ -58,15 +59,14 @@ def _free_folder(named: Path | None, usual: Path) -> Path:
 
 
 def _first_frames(files: Sequence[Path], prompts: int, run: SamplingPipeline, shape: Sequence[int]) -> list[Tensor]:
-    """First frames uint8 `[H, W, 3]` for N prompts from pictures or videos, in the pixels of latents `[C, T, H, W]`."""
+    """First frames uint8 `[H, W, 3]` from pictures or videos, in the pixels of latents `[C, T, H, W]`."""
     if not files:
         return []
     if len(files) not in (1, prompts):
         raise ValueError(f"expected --first-frame once or once for each of {prompts} prompts, got {len(files)}")
     size = clip_size(run.codec, shape)
     rules = ClipRules(size=(size.height, size.width), frames=1)
-    pictures = [rules.cut(file, run.codec)[0][0] for file in files]
-    return pictures * (prompts if len(files) == 1 else 1)
+    return [rules.cut(file, run.codec)[0][0] for file in files]
 
 
 def _clips_in(folder: Path) -> list[Path]:
@@ -106,8 +106,12 @@ def sample_run(
     if cut := describe_cut(loaded.text_encoder, prompts):
         print(cut)
     pictures = _first_frames(first_frame, len(prompts), loaded, sample_settings.latent_shape)
+    if pictures:
+        loaded = with_pictures(loaded, pictures)
+    elif loaded.takes_images:
+        raise ValueError(f"{loaded.source} is an image-to-video model: name a picture with --first-frame PICTURE")
     with progress_bar("sampling", len(prompts) * sample_settings.steps) as advance:
-        videos = generate(loaded, prompts, sample_settings, advance, pictures)
+        videos = generate(loaded, prompts, sample_settings, advance)
     record = dict(settings_dict(sample_settings, loaded))
     if pictures:
         record["first_frame"] = [str(path) for path in first_frame]

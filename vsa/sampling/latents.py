@@ -95,6 +95,8 @@ class RunTeacher:
                 f"--negative-prompt {options.negative_prompt!r}: a run uses its null embedding, not a negative prompt"
             )
         self._run = load_run(spec, weights=options.weights, device=options.device)
+        if self._run.takes_images:
+            raise ValueError(f"{spec}: image-to-video models cannot be sampled from prompts alone")
         self.codec, self.text_encoder = self._run.codec, self._run.text_encoder
         self._settings = self._run.settings(
             steps=options.steps,

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -36,6 +37,7 @@ from vsa.diffusion.latent_statistics import LatentStatistics
 from vsa.diffusion.rollout import rollout_noise
 from vsa.diffusion.sampler import euler_sigmas, guide, sample_euler, sample_few_step
 from vsa.models.network import Network
+from vsa.sampling.first_frames import CLEAN, FirstFrames, frames_of, held_out_frames, image_inputs
 from vsa.sampling.settings import SampleSettings
 
 ProgressFn = Callable[[int], None]
@@ -64,6 +66,8 @@ class SamplingPipeline:
         fps: frames per second of its clips.
         step_list: timesteps of a distilled generator; None for a model that needs many steps.
         continues: whether the model was trained to continue a first frame.
+        first_frames: what the model is given of the first frames of clips; None: nothing.
+        image_encoder: hash of the image encoder of the training data; None without one.
     """
 
     model: Network
@@ -82,6 +86,13 @@ class SamplingPipeline:
     fps: float = USUAL_FPS
     step_list: tuple[float, ...] | None = None
     continues: bool = False
+    first_frames: FirstFrames | None = None
+    image_encoder: str | None = None
+
+    @property
+    def takes_images(self) -> bool:
+        """Whether the model cannot sample without image conditions, as image-to-video models of Wan2.1 and A14B."""
+        return self.model.in_channels > self.model.out_channels
 
     @property
     def device(self) -> torch.device:
@@ -216,6 +227,8 @@ def load_run(
         fps=((config.get("callbacks") or {}).get("samples") or {}).get("fps") or state.get("fps", USUAL_FPS),
         step_list=source.step_list,
         continues=config["task"]["objective"].get("first_frame", 0) > 0,
+        first_frames=held_out_frames(config) if model.in_channels > model.out_channels else None,
+        image_encoder=state.get("image_encoder", {}).get("hash"),
     )
 
 
@@ -272,7 +285,7 @@ def sample_latents(
     seeds: Tensor,
     settings: SampleSettings,
     progress: ProgressFn | None = None,
-    first: Tensor | None = None,
+    given: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> Tensor:
     """Sample normalised latents of one batch of prompts, by Euler steps or at a step list, with guidance.
 
@@ -285,7 +298,7 @@ def sample_latents(
         seeds: int64 `[B]` noise seeds.
         settings: sampling settings; `batch_size` and `seed` are not used.
         progress: function called with B after every step.
-        first: normalised first latent frames `[B, C, 1, H, W]` to continue; None: captions alone.
+        given: what it is given of B first frames, on its device, see `vsa.sampling.first_frames`.
 
     Returns:
         float32 `[B, C, T, H, W]` on the model's device.
@@ -296,6 +309,7 @@ def sample_latents(
     captions = [*prompts, *([""] * len(prompts) if guided else [])]
     text, mask = encode_prompts(text_encoder, captions, device, settings.text_padding)
 
+    first, images = given.get(CLEAN), image_inputs(given, 2 if guided else 1)
     denoising, passes = Denoising(settings.denoising), enumerate(settings.timesteps)
 
     def velocity(x: Tensor, timestep: Tensor) -> Tensor:
@@ -304,9 +318,10 @@ def sample_latents(
         if first is not None:
             x, timestep = give_first_frame(x, timestep, first, every)
         if not guided:
-            return model(x, timestep, text, mask, topk=settings.topk, denoising=now).float()
+            return model(x, timestep, text, mask, **images, topk=settings.topk, denoising=now).float()
         x, timestep = torch.cat([x, x]), torch.cat([timestep, timestep])
-        cond, uncond = model(x, timestep, text, mask, topk=settings.topk, denoising=now).float().chunk(2)
+        both = model(x, timestep, text, mask, **images, topk=settings.topk, denoising=now).float()
+        cond, uncond = both.chunk(2)
         return guide(cond, uncond, settings.guidance)
 
     noise = noise_like(torch.empty(len(prompts), *settings.latent_shape, device=device), seeds)
@@ -330,7 +345,6 @@ def generate(
     prompts: Sequence[str],
     settings: SampleSettings,
     progress: ProgressFn | None = None,
-    pictures: Sequence[Tensor] = (),
 ) -> Tensor:
     """Videos for prompts; a clip depends on its prompt, its repetition number and the settings, not on other prompts.
 
@@ -339,24 +353,18 @@ def generate(
         prompts: N captions.
         settings: settings from `SamplingPipeline.settings`.
         progress: function called after every sampler step with the number of clips it advanced; N * steps in all.
-        pictures: uint8 `[H, W, 3]` in the size of the clips, the first frame of each clip; empty: captions alone.
 
     Returns:
         uint8 `[N, T, H, W, 3]`.
     """
     if not prompts:
         raise ValueError("expected at least one prompt, got none")
-    if pictures and not run.continues:
-        raise ValueError(
-            f"{run.source} was trained with task.objective.first_frame=0: it cannot continue a first frame"
-        )
-    first = [run.codec.encode(picture[None].to(run.device)) for picture in pictures]
-    known = run.statistics.normalise(torch.stack(first)) if first else None
+    frames = frames_of(run, prompts, settings.latent_shape)
     seeds = clip_seeds(settings.seed, prompts)
     videos = []
     for start in range(0, len(prompts), settings.batch_size):
         part = slice(start, start + settings.batch_size)
-        given = None if known is None else known[part]
+        given = {name: tensor[part] for name, tensor in frames.items()}
         latents = sample_latents(run.model, run.text_encoder, prompts[part], seeds[part], settings, progress, given)
         videos.append(decode_latents(run.codec, latents, run.statistics))
     return torch.cat(videos)

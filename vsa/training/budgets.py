@@ -103,7 +103,8 @@ class _Work:
         self._cfg, shapes = cfg, datamodule.buckets
         with without_memory():
             self._model = model_factory(cfg)()
-        self._text = datamodule.text_encoder.max_tokens
+        self._text, image = datamodule.text_encoder.max_tokens, datamodule.image_encoder
+        self._image = 0 if image is None else image.tokens
         self._tiles = {shape: self._model.layout_for(shape).num_video_tiles for shape in shapes}
         self._share = {shape: datamodule.batch_size * count / sum(shapes.values()) for shape, count in shapes.items()}
         self._flops = cache(self._count)
@@ -119,7 +120,7 @@ class _Work:
             return build(self._cfg.task.objective).progress_share(start, stop, num_tokens=tokens)
 
         expected = topk.expected(share) if self._model.selects else None
-        return self._model.flops(shape, expected, self._text).executed
+        return self._model.flops(shape, expected, self._text, image_len=self._image).executed
 
     def final_step(self, cfg: Any) -> int:
         """First step at which all token grids have the schedule's end value; ValueError for an adaptive schedule."""

@@ -161,10 +161,11 @@ class _Look(L.Callback):
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: VideoBatch, batch_idx: int) -> None:
         self._micro_batch = batch_idx
         channels = sum(x.shape[1] for x in (batch.latents, batch.cond_latents) if x is not None)
-        if (channels, batch.text.shape[2]) != (pl_module.model.in_channels, pl_module.model.text_dim):
+        image, model = None if batch.image_embeds is None else batch.image_embeds.shape[2], pl_module.model
+        if (channels, batch.text.shape[2], image) != (model.in_channels, model.text_dim, model.image_dim):
             shapes = f"latents {list(batch.latents.shape)} and text {list(batch.text.shape)}"
             raise ValueError(f"batch {batch_idx} of the dump has {shapes}, which do not fit its networks")
-        for name in ("latents", "text", "cond_latents"):
+        for name in ("latents", "text", "cond_latents", "image_embeds"):
             value = getattr(batch, name)
             for sample, row in zip(batch.sample_ids, value if value is not None else (), strict=False):
                 self._see(f"{name} of sample {sample}", row)

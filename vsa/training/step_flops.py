@@ -39,14 +39,21 @@ class StepFlops:
     def __call__(self, batch: VideoBatch, step: int) -> FlopCount:
         """Training FLOPs of one sample of a micro-batch in optimizer step `step` (from 0), over all networks."""
         shape, text_len = tuple(batch.latents.shape[1:]), batch.text.shape[1]
-        kind = shape, self._module.topk(shape, step), text_len
+        image_len = 0 if batch.image_embeds is None else batch.image_embeds.shape[1]
+        kind = shape, self._module.topk(shape, step), text_len, image_len
         passes = self._module.passes(step)
         return weighted_flops([(times, self._of_pass(network, training, *kind)) for network, training, times in passes])
 
     def _count(
-        self, network: Network, training: bool, shape: tuple[int, ...], topk: KeptTiles, text_len: int
+        self,
+        network: Network,
+        training: bool,
+        shape: tuple[int, ...],
+        topk: KeptTiles,
+        text_len: int,
+        image_len: int,
     ) -> FlopCount:
         expected = expected_topk(self._module, network, topk, shape) if network.selects else None
         if self._measured and network.measured:
             expected = 0
-        return network.flops(shape, expected, text_len, training=training)
+        return network.flops(shape, expected, text_len, image_len=image_len, training=training)

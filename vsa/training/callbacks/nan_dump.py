@@ -26,7 +26,8 @@ NETWORKS = "networks"
 """Folder of the networks within a dump; under the name that runs use, a dump would be mistaken for a run."""
 
 # tensors of a batch with their dimensions
-_TENSORS = {"latents": 5, "text": 3, "text_mask": 2, "cond_latents": 5, "seeds": 1, "slots": 1}
+_TENSORS = {"latents": 5, "text": 3, "text_mask": 2, "cond_latents": 5, "image_embeds": 3, "seeds": 1, "slots": 1}
+_OPTIONAL = ("text_mask", "cond_latents", "image_embeds")
 _FACTS = {"sample_ids": list[str], "captions": list[str], "num_slots": Count, "step": Count, "loss": str}
 
 
@@ -152,7 +153,7 @@ def read_batches(path: Path) -> tuple[list[VideoBatch], list[str]]:
         own: Any = {name: file.get_tensor(key) if key in file.keys() else None for name, key in keys.items()}  # noqa: SIM118
         for name, dims in _TENSORS.items():
             tensor, size = own[name], len(fact["sample_ids"])
-            if tensor is None and name not in ("text_mask", "cond_latents"):
+            if tensor is None and name not in _OPTIONAL:
                 raise ValueError(f"{path} lacks {keys[name]}")
             if tensor is not None and (
                 tensor.ndim != dims or len(tensor) != size or tensor.is_floating_point() != (dims > 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -117,6 +118,11 @@ class Samples(L.Callback):
         self.fps = self.fps or pl_module.data.fps
         if self._from_data:
             self.prompts = self._own_prompts(pl_module)
+        data: Any = pl_module.data
+        sampled = max(data.buckets, key=lambda shape: math.prod(shape[1:]))
+        if self.prompts and data.cond_channels and sampled not in data.held_out:
+            rank_zero_info("no clips will be sampled: none of their size is held out, whose first frame they continue")
+            self.prompts = []
         pl_module.status.prompt = self.prompts[0] if self.prompts else None
         if pl_module.reference is not None and self.prompts and self.flow_shift is None:
             raise ValueError(
@@ -263,6 +269,7 @@ class Samples(L.Callback):
             weights=weights,
             text_padding=data.text_padding,
             step_list=pl_module.step_list,
+            first_frames=data.first_frames if data.cond_channels else None,
         )
 
 

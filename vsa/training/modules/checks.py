@@ -40,13 +40,18 @@ def refuse_misfit(model: Network, sparsity: SparsitySchedule, data: Any, size: J
     """
     # the stream would refuse an indivisible batch too, but it is created after the run folder is opened
     size.dims.micro_batch(data.batch_size, size.micro_batches)
-    if model.image_dim is not None:
-        raise ValueError(f"model.image_dim={model.image_dim}: the data hold no image embeddings to train it with")
     expected = model.in_channels - model.out_channels
     if data.cond_channels != expected:
         raise ValueError(
             f"the model takes {expected} channels of image condition (model.in_channels - model.out_channels), "
-            f"the data have {data.cond_channels}"
+            f"the data have {data.cond_channels}: encode them with vsa encode --model PIPELINE, the model's pipeline"
+        )
+    width = data.image_encoder and data.image_encoder.dim
+    if width != model.image_dim:
+        theirs, ours = (f"tokens of width {dim}" if dim else "no tokens" for dim in (width, model.image_dim))
+        raise ValueError(
+            f"the model takes {ours} of an image encoder (model.image_dim), the data have {theirs}: encode them with "
+            "vsa encode --model PIPELINE, the model's pipeline"
         )
     shapes = list(data.buckets)
     if (ranks := size.dims.sequence) > 1:
@@ -96,9 +101,9 @@ def refuse_other_data(checkpoint: Checkpoint, data: Any, statistics: LatentStati
     if data.plan.later:
         # a phase may bring further shapes
         now["latent_shapes"] = [shape for shape in checkpoint.state["latent_shapes"] if shape in now["latent_shapes"]]
-    for name in ("codec", "text_encoder", "latent_shapes", "latent_mean"):
-        if checkpoint.state[name] != now[name]:
+    for name in ("codec", "text_encoder", "image_encoder", "latent_shapes", "latent_mean"):
+        if checkpoint.state.get(name) != now.get(name):
             raise ValueError(
-                f"{checkpoint.path} was trained on data with {name}={one_line(checkpoint.state[name])}, these have "
-                f"{one_line(now[name])}: use init_from="
+                f"{checkpoint.path} was trained on data with {name}={one_line(checkpoint.state.get(name))}, these have "
+                f"{one_line(now.get(name))}: use init_from="
             )
