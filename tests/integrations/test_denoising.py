@@ -12,10 +12,21 @@ from torch import Tensor
 from tests.integrations import tiny
 from tests.tiny_runs import make_config, vsa_command, write_run
 from vsa.attention.denoising import DenoisingPlan
+from vsa.checkpoints.convert import Conversion, convert
 from vsa.checkpoints.sparse_config import read_sparse_config
+from vsa.checkpoints.weight_source import open_weights
 from vsa.diffusion.flow_matching import noise_like
 from vsa.diffusion.sampler import euler_sigmas, guide, sample_euler
-from vsa.integrations.diffusers import applied_attention, apply, load_sparse, remove
+from vsa.integrations.diffusers import (
+    applied_attention,
+    apply,
+    load_sparse,
+    percents_of,
+    plan_of_percents,
+    plan_of_ratios,
+    ratios_of,
+    remove,
+)
 from vsa.sampling.pipeline import SampleSettings, SamplingPipeline, clip_seeds, encode_prompts, load_run, sample_latents
 
 pytestmark = pytest.mark.filterwarnings("ignore:tiles .* full")
@@ -149,3 +160,66 @@ def test_a_plan_is_said_once_and_fits():
     assert applied_attention(case.model) is None
     with pytest.raises(ValueError, match=r"dense_layers must be in 0\.\.1, got 2"):
         apply(case.model, topk=3, denoising=DenoisingPlan(dense_layers=[2]))
+
+
+def at(case: tiny.Case, sigma: float) -> None:
+    """One forward at a noise level."""
+    given = torch.full_like(case.inputs["timestep"], round(1000 * sigma))
+    if "timestep_indices" in case.inputs:
+        # of the conditions, of text and video, and of audio, in MiniMax-H3 from noise to clean
+        given = torch.tensor([1.0, 1 - sigma, 1 - sigma])
+    case.run(timestep=given)
+
+
+FAMILIES = (
+    tiny.wan,
+    tiny.ltx,
+    tiny.ltx2,
+    tiny.hunyuan,
+    tiny.hunyuan15,
+    tiny.kandinsky5,
+    tiny.cogvideox,
+    tiny.minimax_h3,
+)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("make", FAMILIES, ids=lambda make: make.__name__)
+def test_schedules_of_other_engines_run_in_every_family(make):
+    case, tiles, sigmas = make(), tiny.TILES, (0.96, 0.84, 0.6, 0.4, 0.1)
+    # sglang's form: dense, dense, then a share of the tiles rounded up
+    applied = apply(case.model, sparsity=0, tile_thw=tiny.TILE, denoising=plan_of_ratios([1.0, 1.0, 0.55, 0.25]))
+    kept = [(at(case, sigma), applied.describe()["topk"])[1] for sigma in sigmas]
+    assert kept == [tiles, tiles, 7, 3, 3]
+    remove(case.model)
+    # ComfyUI's: sparse between 40% and 90% of the schedule, noise levels 0.857 and 0.4 at shift 4
+    plan = plan_of_percents(0.4, 0.9, 0.75, flow_shift=4)
+    applied = apply(case.model, sparsity=0, tile_thw=tiny.TILE, denoising=plan)
+    assert [(at(case, sigma), applied.describe()["topk"])[1] for sigma in (0.96, 0.84, 0.5, 0.3)] == [
+        tiles,
+        3,
+        3,
+        tiles,
+    ]
+
+
+def test_exports_say_their_schedules_in_the_forms_of_other_engines(tmp_path: Path):
+    config = read_sparse_config(exported(tmp_path / "a", plan_of_ratios([1.0, 1.0, 0.5, 0.25])))
+    assert ratios_of(config, [1.0, 0.9, 0.7, 0.5, 0.2]) == [1, 1, 0.5, 0.25, 0.25]
+    with pytest.raises(ValueError, match="expected one range of noise levels with all 8 tiles outside of it, got 0"):
+        percents_of(config)
+    config = read_sparse_config(exported(tmp_path / "b", plan_of_percents(0.4, 0.9, 0.75, flow_shift=4)))
+    assert percents_of(config, flow_shift=4) == (0.4, 0.9, 0.75)
+    # by noise level
+    assert percents_of(config) == pytest.approx((1 - 6 / 7, 1 - 4 / 13, 0.75), abs=1e-6)
+    assert ratios_of(config, [0.9, 0.8, 0.5, 0.2]) == [1, 0.25, 0.25, 1]
+
+
+def exported(folder: Path, plan: DenoisingPlan) -> Path:
+    """An export of a run without a budget of its own."""
+    config = make_config()
+    target = "vsa.attention.denoising.DenoisingPlan"
+    config["sparsity"] |= {"sparsity": 0.0, "denoising": {"_target_": target, **plan.changes()}}
+    config["data"]["text_padding"] = "zeros"
+    convert(open_weights(write_run(folder / "run", config=config)), folder / "out", Conversion(golden=False))
+    return folder / "out"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from functools import cached_property, partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import diffusers
@@ -15,12 +17,15 @@ from torch import Tensor
 from tests.integrations import tiny
 from tests.tiny_runs import TinyTraining
 from tests.training.distillations import DISTILL
+from vsa.attention.context import AttnContext
+from vsa.attention.kept_tiles import KeptTiles
 from vsa.attention.video_sparse import VideoSparseAttention
 from vsa.checkpoints.convert import Conversion, convert
 from vsa.checkpoints.golden import attention_output, check_golden
 from vsa.checkpoints.weight_source import open_network, open_weights
 from vsa.integrations.diffusers import load_sparse
 from vsa.integrations.diffusers.families.parts import Inputs
+from vsa.integrations.diffusers.layer_block import Pass
 from vsa.integrations.diffusers.network import DiffusersNetwork
 from vsa.sampling.pipeline import generate, load_run
 
@@ -254,6 +259,97 @@ def test_its_export_is_the_class_again(family):
         out = network.parts.velocity(model(**arguments).sample, model, given, network.constants)
         assert tiny.difference(network(given.x, given.timestep, given.text, topk=topk), out) < 1e-5
         assert tiny.difference(network(given.x, given.timestep, given.text, topk=2), out) > 1e-4
+
+
+TEXT, MASK = tiny.randn(1, tiny.TEXT, 64, seed=1), torch.arange(tiny.TEXT)[None] < 4
+NO_GLYPHS = dict(prompt_embeds_2=torch.zeros(1, 3, 8), prompt_embeds_mask_2=torch.zeros(1, 3, dtype=torch.long))
+# by class a pipeline, which is imported where it runs, and what stands for its encoders
+PIPELINES: dict[str, tuple[str, dict[str, Any]]] = {
+    "WanTransformer3DModel": ("WanPipeline", dict(prompt_embeds=TEXT)),
+    "LTXVideoTransformer3DModel": (
+        "LTXPipeline",
+        dict(prompt_embeds=TEXT, prompt_attention_mask=MASK, height=256, width=256, num_frames=9),
+    ),
+    "HunyuanVideoTransformer3DModel": (
+        "HunyuanVideoPipeline",
+        dict(prompt_embeds=TEXT, prompt_attention_mask=MASK.long(), pooled_prompt_embeds=torch.zeros(1, 8)),
+    ),
+    "HunyuanVideo15Transformer3DModel": (
+        "HunyuanVideo15Pipeline",
+        dict(prompt_embeds=TEXT, prompt_embeds_mask=MASK.long(), height=128, width=128, **NO_GLYPHS),
+    ),
+    "Kandinsky5Transformer3DModel": (
+        "Kandinsky5T2VPipeline",
+        dict(
+            prompt_embeds_qwen=TEXT,
+            prompt_embeds_clip=torch.zeros(1, 8),
+            prompt_cu_seqlens=torch.tensor([0, tiny.TEXT]),
+        ),
+    ),
+    "CogVideoXTransformer3DModel": ("CogVideoXPipeline", dict(prompt_embeds=TEXT)),
+}
+
+
+class AsClass(torch.nn.Module):
+    """A trained network in the place of its class: the class's own arguments, the network's blocks and layout."""
+
+    def __init__(self, network: DiffusersNetwork, topk: int):
+        super().__init__()
+        self.network, self.topk = network, topk
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(super().__getattr__("network").transformer, name) if name != "network" else self._modules[name]
+
+    def forward(self, **arguments: Any) -> Any:
+        network, mask = self.network, arguments.get("encoder_attention_mask")
+        ctx = AttnContext(layout=network.layout_for(LATENT, "cpu"), topk=KeptTiles.of(vars(self)["topk"]))
+        groups = network._groups(ctx, None if mask is None else mask.bool(), tiny.TEXT)
+        network.current.value = Pass(video=ctx.layout, groups=groups, per_token=False)
+        return network.transformer.forward(**arguments)
+
+
+# the text encoders of their pipelines take seconds to import
+DEAR = ("hunyuan", "hunyuan15", "kandinsky5")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "family",
+    # MiniMax-H3 has blocks in place of a pipeline, the test before runs its class
+    [pytest.param(name, marks=pytest.mark.slow if name in DEAR else ()) for name in FAMILIES if name != "minimax_h3"],
+    indirect=True,
+)
+def test_its_export_runs_in_its_pipeline(family):
+    """The plain pipeline with `load_sparse` draws what it draws with the trained network itself."""
+    name = type(family.model).__name__
+    kind, given = getattr(diffusers, PIPELINES[name][0]), PIPELINES[name][1]
+    scheduler: Any = diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0)
+    if "CogVideoX" in name:
+        scheduler = diffusers.CogVideoXDDIMScheduler(rescale_betas_zero_snr=True, snr_shift_scale=1.0)
+    weights = open_weights(family.trained, "model")
+    network: Any = weights.network()
+    weights.load(network, "required")
+    # no encoders, no VAE
+    parts = {key: None for key, value in inspect.signature(kind).parameters.items() if value.default is value.empty}
+
+    def drawn(transformer: Any) -> Tensor:
+        own: dict[str, Any] = {**parts, "transformer": transformer, "scheduler": scheduler}
+        guidance = {"guidance_scale": 1.0}
+        if "guider" in own:
+            own["vae"], own["guider"], guidance = torch.nn.Identity(), diffusers.ClassifierFreeGuidance(1.0), {}
+            own["vae"].config, own["vae"].device = SimpleNamespace(latent_channels=16), torch.device("cpu")
+            own["vae"].temporal_compression_ratio, own["vae"].spatial_compression_ratio = 4, 16
+        pipe = kind(**own)
+        pipe.set_progress_bar_config(disable=True)
+        call = {"height": 64, "width": 64, "num_frames": 5, **guidance, **given}
+        return pipe(**call, num_inference_steps=2, generator=torch.Generator().manual_seed(0), output_type="latent")[0]
+
+    plain = getattr(diffusers, name).from_pretrained(family.exported)
+    sparse = drawn(load_sparse(family.exported, transformer=plain))
+    assert weights.sparse is not None
+    topk = weights.sparse.grid_topk[0][0]
+    assert tiny.difference(drawn(AsClass(network, topk)), sparse) < 1e-5
+    assert tiny.difference(drawn(AsClass(network, topk - 1)), sparse) > 1e-5
 
 
 def test_adapters_train(family):

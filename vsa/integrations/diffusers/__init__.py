@@ -11,5 +11,17 @@ apply(pipe.transformer, method="neighborhood", settings={"window_thw": (18, 24, 
 from vsa.integrations.diffusers.adapter_file import merge_adapter
 from vsa.integrations.diffusers.install import Applied, applied_attention, apply, remove
 from vsa.integrations.diffusers.pretrained import load_sparse
+from vsa.integrations.diffusers.step_schedules import percents_of, plan_of_percents, plan_of_ratios, ratios_of
 
-__all__ = ["Applied", "applied_attention", "apply", "load_sparse", "merge_adapter", "remove"]
+__all__ = [
+    "Applied",
+    "applied_attention",
+    "apply",
+    "load_sparse",
+    "merge_adapter",
+    "percents_of",
+    "plan_of_percents",
+    "plan_of_ratios",
+    "ratios_of",
+    "remove",
+]
