@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -150,8 +151,13 @@ def test_its_export_samples_pictures_as_diffusers_does(made, tmp_path):
     quick = ("--prompt", "a cat left", "--steps", "1", "--device", "cpu", "--out", tmp_path / "clips")
     with pytest.raises(ValueError, match="is an image-to-video model: name a picture with --first-frame PICTURE"):
         vsa_command("sample", made.trained, *quick)
-    vsa_command("sample", made.trained, *quick, "--first-frame", tmp_path / "picture.png")
+    vsa_command("sample", made.exported, *quick, "--first-frame", tmp_path / "picture.png")
     assert len(list((tmp_path / "clips").glob("*.mp4"))) == 1
+    # the pipeline has another image encoder by now
+    replaced = replace(run, image_encoder="0123")
+    if made.clip:
+        with pytest.raises(ValueError, match=r"has image encoder clip-5x16, hash .* made with hash 0123"):
+            frames_of(with_pictures(replaced, [torch.from_numpy(picture)]), prompts, LATENT)
 
 
 def test_its_own_clips_continue_held_out_ones(made):
@@ -179,6 +185,12 @@ def test_adapters_and_few_steps_train(made):
     assert any(merged[name].any() for name in merged if ".to_gate_compress.weight" in name)
     made.train("run=distilled", *DISTILL, "task.objective.velocity=0.5", "trainer.max_steps=2")
     assert load_run(made.runs.folder("distilled"), device="cpu").step_list
+
+
+def test_a_run_without_held_out_clips_samples_none(made, caplog):
+    made.train("run=alone", "callbacks.samples.prompts=[a]", "data.val_fraction=0", "trainer.max_steps=1")
+    assert "no clips will be sampled: none of their size is held out" in caplog.text
+    assert not (made.runs.folder("alone") / "samples").exists()
 
 
 def test_sets_that_do_not_fit_are_refused(made, tmp_path):
