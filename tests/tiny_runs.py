@@ -97,13 +97,14 @@ def write_run(
     with_ema: bool = True,
     config: dict[str, Any] | None = None,
     step_list: tuple[float, ...] | None = None,
+    seed: int = 0,
 ) -> Path:
     """Write a run folder with one checkpoint (step 7) whose weights are random everywhere; returns the run folder.
 
     With a step list the run is one of a distilled generator.
     """
     config = make_config(attention=attention) if config is None else config
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
     shapes = {name: p.shape for name, p in model_factory(make_config(attention=attention))().named_parameters()}
     # random output heads and gates too: a zero head would make every test of the sampler pass
     groups = {

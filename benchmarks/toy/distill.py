@@ -39,8 +39,8 @@ from vsa.sampling.pipeline import (
     decode_latents,
     load_run,
     sample_latents,
-    settings_dict,
 )
+from vsa.sampling.record import settings_dict
 
 ARMS = {
     "dense": ("experiment=distill_toy", "attention=full"),

@@ -23,7 +23,8 @@ from vsa.data.codecs import Codec
 from vsa.data.toy_videos import COLOURS, DIRECTIONS, SHAPES, evaluation_prompts, render_clip, score_clip
 from vsa.errors import one_line_errors
 from vsa.progress import progress_bar
-from vsa.sampling.pipeline import generate, load_run, settings_dict
+from vsa.sampling.pipeline import generate, load_run
+from vsa.sampling.record import settings_dict
 
 CHANCE = {"colour": 1 / len(COLOURS), "direction": 1 / len(DIRECTIONS), "shape": 1 / len(SHAPES)}
 

@@ -30,7 +30,8 @@ from vsa.data.world.render import render
 from vsa.data.world.scenes import draw_scene, parse_caption, world_attributes, world_caption
 from vsa.errors import one_line_errors
 from vsa.progress import progress_bar
-from vsa.sampling.pipeline import generate, load_run, settings_dict
+from vsa.sampling.pipeline import generate, load_run
+from vsa.sampling.record import settings_dict
 
 # first seed of clip sets that no training draws
 _UNSEEN = 1_000_000

@@ -23,6 +23,9 @@ LEFT_OUT = {
     "outputs/dense/run",
     # https://HOST
     "data=stream",
+    # runs of two experts, tests/sampling/test_experts.py
+    "--transformer-2",
+    "BOTH",
     # films that come later
     "--add",
     "data.revision=[[0,1],[5000,2]]",

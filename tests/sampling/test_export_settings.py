@@ -19,7 +19,8 @@ from vsa.checkpoints.run_checkpoint import resolve_checkpoint
 from vsa.checkpoints.sampling_settings import SAMPLING
 from vsa.checkpoints.sparse_config import read_sparse_config
 from vsa.cli.convert import convert as convert_command
-from vsa.sampling.pipeline import SamplingPipeline, clip_seeds, load_run, sample_latents, settings_dict
+from vsa.sampling.pipeline import SamplingPipeline, clip_seeds, load_run, sample_latents
+from vsa.sampling.record import settings_dict
 
 pytestmark = pytest.mark.filterwarnings("ignore:tiles .* full:UserWarning")
 

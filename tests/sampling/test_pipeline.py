@@ -31,8 +31,8 @@ from vsa.sampling.pipeline import (
     generate,
     load_run,
     sample_latents,
-    settings_dict,
 )
+from vsa.sampling.record import settings_dict
 
 LATENT_SHAPE = (16, 4, 8, 8)
 STEPS = (1000.0, 757.0, 522.0)

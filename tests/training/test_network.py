@@ -23,7 +23,8 @@ from vsa.checkpoints.convert import Conversion, convert
 from vsa.checkpoints.lora import LoRA
 from vsa.checkpoints.wan import sparse_settings
 from vsa.checkpoints.weight_source import open_weights
-from vsa.sampling.pipeline import generate, load_run, settings_dict
+from vsa.sampling.pipeline import generate, load_run
+from vsa.sampling.record import settings_dict
 from vsa.training.estimate.gpus import GPUS
 from vsa.training.estimate.job import TRAINING, Job, PlannedNetwork
 from vsa.training.estimate.predict import memory, step_seconds

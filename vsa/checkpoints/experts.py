@@ -54,3 +54,17 @@ def refuse_experts(spec: str | Path, place: Path) -> None:
                 f"{spec} has two transformers, one per range of noise levels (Wan2.2 A14B): name one, {spec}/{high} "
                 f"(high noise) or {spec}/{low}"
             )
+
+
+def refuse_other_levels(name: str, levels: NoiseRange | None, place: str, expected: NoiseRange) -> None:
+    """Raise ValueError for weights of other noise levels than those of a place; unknown levels fit every place.
+
+    Args:
+        name: the weights.
+        levels: their noise levels.
+        place: the place and "is", as the subject of what it is for.
+        expected: its noise levels.
+    """
+    if levels is not None and not expected[0] <= levels[0] < levels[1] <= expected[1]:
+        (low, high), (least, most) = levels, expected
+        raise ValueError(f"{name} is an expert for noise levels {low:g} to {high:g}, {place} for {least:g} to {most:g}")

@@ -23,6 +23,12 @@ def convert(
     weights: Annotated[Group | None, option("weights of a run: averaged (if any) or trained")] = None,
     dtype: Annotated[Precision | None, option("dtype of the written tensors (as the source)")] = None,
     max_shard_gb: Annotated[float, option("largest size of a file, GB", real=(1e-6, 1e6))] = 5.0,
+    pipeline: Annotated[
+        Path | None, option("make OUT a whole pipeline; all else is copied from this folder", metavar="FOLDER")
+    ] = None,
+    transformer_2: Annotated[
+        str | None, option("weights of the expert of low noise, with --pipeline (Wan2.2 A14B)", metavar="SOURCE")
+    ] = None,
     like: Annotated[str | None, option("run whose codec and text encoder to use", metavar="RUN")] = None,
     golden: Annotated[bool, option("write golden tensors with sparse weights", "--golden/--no-golden")] = True,
     golden_layers: Annotated[str | None, option("layers with golden tensors (all)", metavar="N,N,...")] = None,
@@ -49,6 +55,7 @@ def convert(
     \b
     vsa convert outputs/finetune_wan_1_3b/default exported --dtype bfloat16
     vsa convert Wan2.1-T2V-1.3B wan-diffusers
+    vsa convert HIGH out --transformer-2 LOW --pipeline Wan2.2-T2V-A14B-Diffusers
     vsa convert FastWan/transformer exported --topk 32 --grid 16 28 52
     """
     arguments = locals()
@@ -58,5 +65,13 @@ def convert(
 
     arguments["golden_layers"] = numbers("--golden-layers", golden_layers, int)
     arguments["step_list"] = numbers("--step-list", step_list, float)
-    options = made_of(Conversion, arguments)
-    print(*convert_weights(open_weights(source, weights), out, options, like=like), sep="\n")
+    options, own = made_of(Conversion, arguments), open_weights(source, weights)
+    if pipeline is not None:
+        from vsa.checkpoints.whole_pipeline import convert_pipeline
+
+        second = None if transformer_2 is None else open_weights(transformer_2, weights)
+        print(*convert_pipeline(own, second, pipeline, out, options, like=like), sep="\n")
+        return
+    if transformer_2 is not None:
+        raise ValueError(f"--transformer-2 {transformer_2} needs --pipeline, the folder of both experts' pipeline")
+    print(*convert_weights(own, out, options, like=like), sep="\n")

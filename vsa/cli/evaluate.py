@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from vsa.cli.options import MANY, Device, Guidance, PromptFile, Prompts, Shift, Steps, Weights, option
+from vsa.cli.options import MANY, Device, Guidance, LowExpert, PromptFile, Prompts, Shift, Steps, Weights, option
 from vsa.cli.values import made_of
 
 BARS = "Fail when"
@@ -33,6 +33,7 @@ def evaluate(
     no_val_loss: Annotated[bool, option("skip the validation loss", "--no-val-loss")] = False,
     lpips: Annotated[Path | None, option("folder with torchvision's alexnet-*.pth")] = None,
     weights: Weights = None,
+    transformer_2: LowExpert = None,
     seed: Annotated[int | None, option("seed of the noise (as the run's samples)", whole=(0, MANY))] = None,
     steps: Steps = None,
     guidance: Guidance = None,

@@ -66,6 +66,10 @@ Guidance = Annotated[
     float | None,
     option("guidance G, uncond + G * (cond - uncond) (the run's, 5; distilled: 1)", real=(-100, 100)),
 ]
+LowExpert = Annotated[
+    str | None,
+    option("run of the expert of low noise (Wan2.2 A14B); with a pipeline, its sparse export", metavar="RUN|EXPORT"),
+]
 Shift = Annotated[
     float | None, option("flow shift (that of the run, the export or the scheduler)", "--shift", real=(1e-3, 1e3))
 ]

@@ -28,6 +28,7 @@ def sample(
     batch_size: opt.BatchSize = None,
     fps: Annotated[float | None, option("frame rate of the files (as trained; pipeline: 16)", real=(0.01, 240))] = None,
     device: opt.Device = None,
+    transformer_2: opt.LowExpert = None,
     weights: Annotated[opt.Group | None, option("averaged (if any) or trained weights", panel=RUN)] = None,
     latent_shape: Annotated[
         tuple[int, int, int, int] | None,
@@ -40,9 +41,6 @@ def sample(
     pipeline: Annotated[str | None, option("diffusers WanPipeline (folder, hub id)", panel=PIPELINE)] = None,
     transformer: Annotated[
         str | None, option("sparse export for the pipeline (folder, hub id)", panel=PIPELINE)
-    ] = None,
-    transformer_2: Annotated[
-        str | None, option("the same for its second transformer, of low noise (Wan2.2 A14B)", panel=PIPELINE)
     ] = None,
     method: Annotated[
         str | None,

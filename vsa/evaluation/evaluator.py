@@ -33,8 +33,8 @@ from vsa.sampling.pipeline import (
     clip_seeds,
     decode_latents,
     sample_latents,
-    settings_dict,
 )
+from vsa.sampling.record import settings_dict
 
 CLIP_METRICS: Mapping[str, Callable[[Tensor], float]] = {
     "black": black_frames,
@@ -62,6 +62,7 @@ class EvaluationSettings:
         val_loss: whether to compute the validation loss.
         lpips: folder of LPIPS weights; None skips LPIPS.
         real: maximum number of held-out clips that the clips are compared with.
+        transformer_2: checkpoint of the expert of low noise with its digest; None: one model for all noise levels.
     """
 
     prompts: tuple[str, ...]
@@ -75,6 +76,7 @@ class EvaluationSettings:
     val_loss: bool = True
     lpips: str | None = None
     real: int = 256
+    transformer_2: str | None = None
 
     def __post_init__(self) -> None:
         if not self.prompts:
@@ -83,7 +85,9 @@ class EvaluationSettings:
     @property
     def digest(self) -> str:
         """Eight hex digits that distinguish rows of different settings."""
-        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:8]
+        # rows of one model keep their digits
+        values = {name: value for name, value in asdict(self).items() if (name, value) != ("transformer_2", None)}
+        return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:8]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -340,7 +344,7 @@ def sample_clips(
     for start in range(0, len(prompts), settings.batch_size):
         part = slice(start, start + settings.batch_size)
         given = {name: tensor[part] for name, tensor in frames.items()}
-        latents = sample_latents(run.model, run.text_encoder, prompts[part], seeds[part], settings, progress, given)
+        latents = sample_latents(run, run.text_encoder, prompts[part], seeds[part], settings, progress, given)
         sampled.append(latents.cpu())
         latents = latents.nan_to_num(0, 0, 0)
         videos.append(decode_latents(run.codec, latents, run.statistics))

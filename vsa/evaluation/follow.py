@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,6 +22,7 @@ from vsa.evaluation.evaluator import EvaluationSettings, Evaluator, weights_dige
 from vsa.evaluation.video_metrics import load_lpips
 from vsa.files import own_folder
 from vsa.progress import progress_bar
+from vsa.sampling.experts import with_low
 from vsa.sampling.pipeline import SamplingPipeline, load_run
 
 SHOWN = ("val/loss", "psnr", "ssim", "lpips", "black", "uniform", "motion", "flicker", "flicker_excess")
@@ -41,6 +42,8 @@ class EvaluationRequest:
         lpips: folder with LPIPS weights; None skips LPIPS.
         held_out: number of held-out captions to draw besides `prompts`.
         weights: averaged or trained weights; None: averaged ones if there are any.
+        transformer_2: run of the expert of low noise, which draws the clips' last steps; the validation loss stays that
+            of the evaluated run at its own noise levels.
         seed: seed of the noise.
         steps: Euler steps.
         guidance: classifier-free guidance scale.
@@ -55,6 +58,7 @@ class EvaluationRequest:
     lpips: Path | None = None
     held_out: int = 0
     weights: Literal["ema", "model"] | None = None
+    transformer_2: str | None = None
     seed: int | None = None
     steps: int | None = None
     guidance: float | None = None
@@ -89,11 +93,12 @@ def evaluate_run(
     folder, out = run_dir / "checkpoints", out or own_folder(run_dir / "evaluation")
     refuse_unwritable(out)
     if not folder.is_dir() and not (follow and (run_dir / "config.yaml").is_file()):
-        raise ValueError(f"{run_dir} is not a run folder: it has no checkpoints")
+        raise ValueError(f"{run_dir} is not a run folder: it has no checkpoints (`vsa certify` measures exports)")
     if request.lpips is not None and request.reference == "none":
         raise ValueError(f"--lpips {request.lpips} needs a reference, got --reference none")
     distance = None if request.lpips is None else load_lpips(request.lpips)
-    reference_name, reference = _load_reference(request)
+    reference_name, reference = _load_other(request.reference, request)
+    low_name, low = _load_other(request.transformer_2 or "none", request)
 
     evaluator: Evaluator | None = None
     missed: list[str] | None = None
@@ -101,7 +106,9 @@ def evaluate_run(
         checkpoint = open_checkpoint(path)
         if checkpoint is None:
             continue
-        settings = _settings(request, checkpoint, reference_name)
+        settings = replace(
+            _settings(request, checkpoint, reference_name), transformer_2=None if low is None else low_name
+        )
         if evaluator is None or evaluator.settings != settings:
             evaluator = Evaluator(settings, reference=reference, lpips=distance)
         record = read_record(out, checkpoint, settings)
@@ -109,7 +116,7 @@ def evaluate_run(
             run = _load_model(path, request)
             if run is None:
                 continue
-            record = _measure(evaluator, run, checkpoint, out)
+            record = _measure(evaluator, run if low is None else with_low(run, low), checkpoint, out)
         missed = _judge(record, bars)
         for line in missed:
             print(f"step {checkpoint.step} misses a bar: {line}", flush=True)
@@ -179,11 +186,11 @@ def _load_model(path: Path, request: EvaluationRequest) -> SamplingPipeline | No
         return None
 
 
-def _load_reference(request: EvaluationRequest) -> tuple[str, SamplingPipeline | None]:
-    """Name of the reference in the settings, and the reference run, if it is one."""
-    if request.reference in ("dense", "none"):
-        return request.reference, None
-    checkpoint = resolve_checkpoint(request.reference)
+def _load_other(spec: str, request: EvaluationRequest) -> tuple[str, SamplingPipeline | None]:
+    """Name of the reference or the second expert in the settings, and its run, if it is one."""
+    if spec in ("dense", "none"):
+        return spec, None
+    checkpoint = resolve_checkpoint(spec)
     run = load_run(checkpoint.path, weights=request.weights, device=request.device)
     return f"{checkpoint.path.resolve()} {weights_digest(checkpoint, run.weights)[:12]}", run
 

@@ -27,8 +27,10 @@ from vsa.integrations.diffusers.pipeline import (
     trained_settings,
 )
 from vsa.progress import progress_bar
+from vsa.sampling.experts import with_low
 from vsa.sampling.first_frames import with_pictures
-from vsa.sampling.pipeline import SampleSettings, SamplingPipeline, clip_seeds, generate, load_run, settings_dict
+from vsa.sampling.pipeline import SampleSettings, SamplingPipeline, clip_seeds, generate, load_run
+from vsa.sampling.record import settings_dict
 from vsa.sampling.sample_writer import write_clips
 from vsa.secrets import without_secrets
 
@@ -81,6 +83,7 @@ def sample_run(
     fps: float | None = None,
     device: str | None = None,
     weights: Group | None = None,
+    transformer_2: str | Path | None = None,
     first_frame: Sequence[Path] = (),
     attention: Callable[[SamplingPipeline, str, SampleSettings, Path], Any] | None = None,
     **settings: Any,
@@ -95,6 +98,7 @@ def sample_run(
         fps: frame rate of the files; None: that of the run's clips.
         device: device of the model; None: a GPU if there is one.
         weights: averaged or trained weights; None: averaged ones if there are any.
+        transformer_2: run of the expert of low noise, if `run` is that of high noise (Wan2.2 A14B).
         first_frame: picture files, one for each prompt or one for all, that the clips continue.
         attention: function that draws the tiles that the first clip attends to
             (`vsa.evaluation.attention_map.draw_attention`).
@@ -102,6 +106,8 @@ def sample_run(
     """
     out = _free_folder(out, samples_folder(run))
     loaded = load_run(run, weights=weights, device=usable_device(device))
+    if transformer_2 is not None:
+        loaded = with_low(loaded, load_run(transformer_2, weights=weights, device=loaded.device), **settings)
     sample_settings = loaded.settings(**settings)
     if cut := describe_cut(loaded.text_encoder, prompts):
         print(cut)

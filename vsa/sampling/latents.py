@@ -28,7 +28,8 @@ from vsa.data.text import TextEncoder, UMT5Encoder
 from vsa.diffusion.flow_matching import noise_like
 from vsa.diffusion.latent_statistics import LatentStatistics
 from vsa.diffusion.sampler import euler_sigmas, guide, sample_euler
-from vsa.sampling.pipeline import load_run, repetitions, sample_latents, settings_dict
+from vsa.sampling.pipeline import load_run, repetitions, sample_latents
+from vsa.sampling.record import settings_dict
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from statistics import fmean
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -22,6 +21,7 @@ from torch import Tensor
 from vsa.attention.denoising import Denoising, DenoisingPlan, progress_of
 from vsa.attention.kept_tiles import Budget
 from vsa.attention.sparsity import SparsityPoint, SparsitySchedule
+from vsa.checkpoints.experts import NoiseRange
 from vsa.checkpoints.run_weights import RunWeights
 from vsa.checkpoints.sampling_settings import sampling_of, sampling_of_export
 from vsa.checkpoints.wan import gate_names
@@ -32,7 +32,7 @@ from vsa.data.batch import TextPadding, pad_text
 from vsa.data.codecs import Codec
 from vsa.data.index import USUAL_FPS
 from vsa.data.text import TextEncoder
-from vsa.diffusion.flow_matching import FlowShift, give_first_frame, noise_like
+from vsa.diffusion.flow_matching import TIMESTEP_SCALE, FlowShift, give_first_frame, noise_like
 from vsa.diffusion.latent_statistics import LatentStatistics
 from vsa.diffusion.rollout import rollout_noise
 from vsa.diffusion.sampler import euler_sigmas, guide, sample_euler, sample_few_step
@@ -68,6 +68,8 @@ class SamplingPipeline:
         continues: whether the model was trained to continue a first frame.
         first_frames: what the model is given of the first frames of clips; None: nothing.
         image_encoder: hash of the image encoder of the training data; None without one.
+        noise_range: noise levels of an expert (Wan2.2 A14B); None: the model is for all.
+        low: the run of the expert for lower noise levels, see `with_low`.
     """
 
     model: Network
@@ -88,11 +90,19 @@ class SamplingPipeline:
     continues: bool = False
     first_frames: FirstFrames | None = None
     image_encoder: str | None = None
+    noise_range: NoiseRange | None = None
+    low: SamplingPipeline | None = None
 
     @property
     def takes_images(self) -> bool:
         """Whether the model cannot sample without image conditions, as image-to-video models of Wan2.1 and A14B."""
         return self.model.in_channels > self.model.out_channels
+
+    def network_at(self, timestep: float) -> Network:
+        """The network that denoises at a timestep: that of the expert, as in diffusers' `WanPipeline`."""
+        if self.low is None or self.noise_range is None or timestep >= self.noise_range[0] * TIMESTEP_SCALE:
+            return self.model
+        return self.low.model
 
     @property
     def device(self) -> torch.device:
@@ -229,6 +239,7 @@ def load_run(
         continues=config["task"]["objective"].get("first_frame", 0) > 0,
         first_frames=held_out_frames(config) if model.in_channels > model.out_channels else None,
         image_encoder=state.get("image_encoder", {}).get("hash"),
+        noise_range=source.noise_range,
     )
 
 
@@ -279,7 +290,7 @@ def encode_prompts(
 
 @torch.no_grad()
 def sample_latents(
-    model: Network,
+    model: Network | SamplingPipeline,
     text_encoder: TextEncoder,
     prompts: Sequence[str],
     seeds: Tensor,
@@ -292,7 +303,7 @@ def sample_latents(
     A clip depends on its prompt and its seed, not on its batch; the fresh noise of a step list depends on the seed too.
 
     Args:
-        model: velocity model; its mode (train or eval) is not changed.
+        model: velocity model, or a run, maybe of two experts; its mode (train or eval) is not changed.
         text_encoder: encoder of the training captions.
         prompts: B captions.
         seeds: int64 `[B]` noise seeds.
@@ -303,7 +314,8 @@ def sample_latents(
     Returns:
         float32 `[B, C, T, H, W]` on the model's device.
     """
-    device = next(model.parameters()).device
+    network_at = model.network_at if isinstance(model, SamplingPipeline) else lambda _: model
+    device = next(network_at(TIMESTEP_SCALE).parameters()).device
     guided = settings.guidance != 1.0
     # the conditional and the unconditional half share one forward
     captions = [*prompts, *([""] * len(prompts) if guided else [])]
@@ -314,13 +326,13 @@ def sample_latents(
 
     def velocity(x: Tensor, timestep: Tensor) -> Tensor:
         step, t = next(passes)
-        now = denoising.at(step, progress_of(t), conditional="first" if guided else None)
+        network, now = network_at(t), denoising.at(step, progress_of(t), conditional="first" if guided else None)
         if first is not None:
             x, timestep = give_first_frame(x, timestep, first, every)
         if not guided:
-            return model(x, timestep, text, mask, **images, topk=settings.topk, denoising=now).float()
+            return network(x, timestep, text, mask, **images, topk=settings.topk, denoising=now).float()
         x, timestep = torch.cat([x, x]), torch.cat([timestep, timestep])
-        both = model(x, timestep, text, mask, **images, topk=settings.topk, denoising=now).float()
+        both = network(x, timestep, text, mask, **images, topk=settings.topk, denoising=now).float()
         cond, uncond = both.chunk(2)
         return guide(cond, uncond, settings.guidance)
 
@@ -365,36 +377,6 @@ def generate(
     for start in range(0, len(prompts), settings.batch_size):
         part = slice(start, start + settings.batch_size)
         given = {name: tensor[part] for name, tensor in frames.items()}
-        latents = sample_latents(run.model, run.text_encoder, prompts[part], seeds[part], settings, progress, given)
+        latents = sample_latents(run, run.text_encoder, prompts[part], seeds[part], settings, progress, given)
         videos.append(decode_latents(run.codec, latents, run.statistics))
     return torch.cat(videos)
-
-
-def settings_dict(settings: SampleSettings, run: SamplingPipeline) -> Mapping[str, Any]:
-    """Settings and description of the weights as plain values, for the JSON file of the samples."""
-    shape = settings.latent_shape
-    layout = run.model.layout_for(shape)
-    num_tiles = layout.num_video_tiles
-    kept, changes = settings.kept(num_tiles, len(run.model.blocks)), settings.denoising.changes()
-    # the layers of a network without a top-k are recorded as dense
-    computed = [run.model.computed_tiles(layout, topk) for topk in kept] if run.model.selects else kept
-    means = [topk.mean(num_tiles) for topk in computed]
-    return {
-        "checkpoint": run.source,
-        "step": run.step,
-        "weights": run.weights,
-        "seed": settings.seed,
-        "steps": settings.steps,
-        "step_list": None if settings.step_list is None else list(settings.step_list),
-        "guidance": settings.guidance,
-        "flow_shift": settings.flow_shift,
-        "topk": kept[-1].number,
-        "num_tiles": num_tiles,
-        "sparsity": 1 - fmean(means) / num_tiles,
-        **({"denoising": changes} if changes else {}),
-        **({"topk_by_step": means} if len(set(kept)) > 1 else {}),
-        "latent_shape": list(shape),
-        "batch_size": settings.batch_size,
-        "codec": {"id": run.codec.id, "hash": run.codec.hash},
-        "text_encoder": {"id": run.text_encoder.id, "hash": run.text_encoder.hash},
-    }

@@ -32,8 +32,8 @@ from vsa.sampling.pipeline import (
     decode_latents,
     encode_prompts,
     sample_latents,
-    settings_dict,
 )
+from vsa.sampling.record import settings_dict
 
 
 class RunModel(ComparedModel):

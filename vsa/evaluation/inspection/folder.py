@@ -24,7 +24,8 @@ from vsa.files import refuse_others
 from vsa.pages.charts import write_csv
 from vsa.progress import progress_bar
 from vsa.sampling.clip_folder import samples_folder
-from vsa.sampling.pipeline import SamplingPipeline, encode_prompts, settings_dict
+from vsa.sampling.pipeline import SamplingPipeline, encode_prompts
+from vsa.sampling.record import settings_dict
 
 RECORD = "inspection.json"
 PICTURES = ("selected.png", "layers.png", "gates.png", "popularity.png")

@@ -22,7 +22,8 @@ from vsa.data.prompts import HELD_OUT_PROMPTS
 from vsa.evaluation.attention_map import draw_attention
 from vsa.evaluation.figures import logged_metrics
 from vsa.sampling.contact_sheet import side_by_side
-from vsa.sampling.pipeline import SampleSettings, SamplingPipeline, generate, settings_dict
+from vsa.sampling.pipeline import SampleSettings, SamplingPipeline, generate
+from vsa.sampling.record import settings_dict
 from vsa.sampling.sample_writer import DATA_CLIPS, file_stem, write_clips, write_examples
 from vsa.secrets import without_secrets
 from vsa.settings import AtLeastOne, Count, NonNegative, Positive, Seed, validated
