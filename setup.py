@@ -9,6 +9,7 @@ setup(
     package_data={
         "vsa.configs": ["**/*.yaml"],
         "vsa_kernels": ["*.json"],
+        "vsa.checkpoints": ["original_names.yaml"],
         "vsa.data": ["dct_bands.txt"],
         "vsa.evaluation.inspection": ["page.*"],
         "vsa.pages": ["page.*"],

@@ -279,6 +279,12 @@ def test_a_student_without_a_description_is_refused_until_it_has_one(kind, tmp_p
     assert exported.sparse.settings == {**exported.sparse.settings, "gate_bias": False, "coarse_text": True}
     assert (exported.sparse.num_tiles, exported.sparse.grid_topk) == ((4,), ((1, 1),))
     assert all(tiny.difference(exported[name], value.float()) < 1e-6 for name, value in student.items())
+    # and back in the layout of FastVideo, whose config.json has no key of ours
+    convert(exported, tmp_path / "fastvideo", Conversion(to="fastvideo", golden=False))
+    back = open_weights(tmp_path / "fastvideo")
+    assert all(torch.equal(back[name], exported[name]) for name in exported)
+    assert set(back) == set(student)
+    assert "sparse_attention" not in back.config
     # the class with its published gates computes the same
     apply(case.model, sparsity=0.75, gates="coarse")
     case.model.load_state_dict(student)

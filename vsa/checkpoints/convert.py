@@ -49,6 +49,8 @@ from vsa.settings import shown
 
 Target = Literal[Layout, "run", "lora-diffusers", "lora-comfyui", "lora-musubi"]
 FASTVIDEO_TILE = (4, 4, 4)
+H3_GATES = {"gate_bias": False, "coarse_text": True}
+"""Settings of gates without bias, as in the published students of MiniMax-H3."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,8 +154,7 @@ def _sparse_of_options(source: WeightSource, gates: list[str], options: Conversi
         )
     settings: dict[str, Any] = {"tile_thw": FASTVIDEO_TILE, "fine_gate": any("to_gate_fine" in key for key in gates)}
     if not any(key.endswith(".bias") for key in gates):
-        # as in the published students of MiniMax-H3
-        settings |= {"gate_bias": False, "coarse_text": True}
+        settings |= H3_GATES
     with without_memory():
         model = network_of(source.config, partial(VideoSparseAttention, **settings))
     latents = [n * p for n, p in zip(options.grid, model.patch_size, strict=True)]
@@ -169,14 +170,15 @@ def _sparse_of_options(source: WeightSource, gates: list[str], options: Conversi
 
 
 def refuse_for_fastvideo(sparse: SparseAttentionConfig | None) -> None:
-    """Refuse settings that FastVideo cannot run: it has gated cubes of 4 x 4 x 4 tokens without a fine gate.
+    """Refuse settings that FastVideo cannot run: it has gated cubes of 4 x 4 x 4 tokens without a fine gate, and for
+    MiniMax-H3 gates without bias.
 
     FastVideo ignores unknown keys.
 
     Raises:
         ValueError: names the setting.
     """
-    if sparse is None:
+    if sparse is None or (sparse.method == "video_sparse" and _unusual_of(sparse) == {"fine_gate": False, **H3_GATES}):
         return
     own = ("method", "video_sparse")
     for key, expected in (
@@ -278,9 +280,13 @@ def convert_adapters(source: WeightSource, out: Path, options: Conversion) -> li
     return [f"{len(adapters)} adapters{rank} and {len(gates)} gate tensors from {source} in {out}"]
 
 
-def _unusual(sparse: SparseAttentionConfig) -> Iterator[str]:
+def _unusual_of(sparse: SparseAttentionConfig) -> dict[str, Any]:
     """Settings of a method that differ from its defaults."""
-    for name, value in unusual(NAMED[sparse.method], sparse.settings or {}).items():
+    return unusual(NAMED[sparse.method], sparse.settings or {})
+
+
+def _unusual(sparse: SparseAttentionConfig) -> Iterator[str]:
+    for name, value in _unusual_of(sparse).items():
         yield f"{name}=..." if isinstance(value, Mapping) else f"{name}={shown(value)}"
 
 

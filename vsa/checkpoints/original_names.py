@@ -12,90 +12,24 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import cache
+from pathlib import Path
 from typing import NamedTuple
 
+import yaml
 from torch import Tensor
 
 from vsa.checkpoints.wan_names import diffusers_to_wan
 
 Shapes = Mapping[str, tuple[int, ...]]
 
-_QKV, _ADDED = "attn.to_q+attn.to_k+attn.to_v", "attn.add_q_proj+attn.add_k_proj+attn.add_v_proj"
-# SwiGLU is [gate; value], in the class [value; gate]
-_H3 = (
-    f"attn.qkv_proj={_QKV} attn.q_norm=attn.norm_q attn.k_norm=attn.norm_k attn.out_proj=attn.to_out.0 "
-    "mlp.fc1=~ff.net.0.proj mlp.fc2=ff.net.2"
-)
-_DOUBLE = (
-    "img_mod.linear=norm1.linear img_attn_q_norm=attn.norm_q img_attn_k_norm=attn.norm_k img_attn_proj=attn.to_out.0 "
-    "img_mlp.fc1=ff.net.0.proj img_mlp.fc2=ff.net.2 txt_mod.linear=norm1_context.linear "
-    "txt_attn_q_norm=attn.norm_added_q txt_attn_k_norm=attn.norm_added_k txt_attn_proj=attn.to_add_out "
-    "txt_mlp.fc1=ff_context.net.0.proj txt_mlp.fc2=ff_context.net.2 "
-)
-_SPLIT = (
-    "img_attn_q=attn.to_q img_attn_k=attn.to_k img_attn_v=attn.to_v "
-    "txt_attn_q=attn.add_q_proj txt_attn_k=attn.add_k_proj txt_attn_v=attn.add_v_proj"
-)
-_REFINER = (
-    f"self_attn_qkv={_QKV} self_attn_proj=attn.to_out.0 mlp.fc1=ff.net.0.proj mlp.fc2=ff.net.2 "
-    "adaLN_modulation.1=norm_out.linear"
-)
-_ENDS = (
-    "img_in.proj=x_embedder.proj txt_in.input_embedder=context_embedder.proj_in "
-    "txt_in.t_embedder.mlp.0=context_embedder.time_text_embed.timestep_embedder.linear_1 "
-    "txt_in.t_embedder.mlp.2=context_embedder.time_text_embed.timestep_embedder.linear_2 "
-    "txt_in.c_embedder.linear_1=context_embedder.time_text_embed.text_embedder.linear_1 "
-    "txt_in.c_embedder.linear_2=context_embedder.time_text_embed.text_embedder.linear_2 "
-    "final_layer.adaLN_modulation.1=~norm_out.linear final_layer.linear=proj_out "
-)
-_TEXT_BLOCKS = ("txt_in.individual_token_refiner.blocks", "context_embedder.token_refiner.refiner_blocks")
-_TABLES: Mapping[str, Mapping[tuple[str, str], str]] = {
-    # MiniMax-H3
-    "audio_proj_in.weight": {
-        ("blocks", "transformer_blocks"): _H3,
-        ("token_refiner.blocks", "token_refiner.refiner_blocks"): _H3,
-        ("", ""): "video_patch_proj=proj_in audio_patch_proj=audio_proj_in condition_proj=context_embedder "
-        "time_embedder.proj_in=time_embedder.linear_1 time_embedder.proj_out=time_embedder.linear_2 "
-        "final_layer.norm=norm_out.norm final_layer.adaln_proj.linear=norm_out.linear final_layer.video_out=proj_out "
-        "final_layer.audio_out=audio_proj_out",
-    },
-    # HunyuanVideo
-    "time_text_embed.timestep_embedder.linear_1.weight": {
-        ("double_blocks", "transformer_blocks"): f"{_DOUBLE}img_attn_qkv={_QKV} txt_attn_qkv={_ADDED}",
-        ("single_blocks", "single_transformer_blocks"): f"linear1={_QKV}+proj_mlp linear2=proj_out "
-        "modulation.linear=norm.linear q_norm=attn.norm_q k_norm=attn.norm_k",
-        _TEXT_BLOCKS: _REFINER,
-        ("", ""): f"{_ENDS}time_in.mlp.0=time_text_embed.timestep_embedder.linear_1 "
-        "time_in.mlp.2=time_text_embed.timestep_embedder.linear_2 "
-        "guidance_in.mlp.0=time_text_embed.guidance_embedder.linear_1 "
-        "guidance_in.mlp.2=time_text_embed.guidance_embedder.linear_2 "
-        "vector_in.in_layer=time_text_embed.text_embedder.linear_1 "
-        "vector_in.out_layer=time_text_embed.text_embedder.linear_2",
-    },
-    # HunyuanVideo 1.5
-    "cond_type_embed.weight": {
-        ("double_blocks", "transformer_blocks"): f"{_DOUBLE}{_SPLIT}",
-        _TEXT_BLOCKS: _REFINER,
-        ("", ""): f"{_ENDS}time_in.mlp.0=time_embed.timestep_embedder.linear_1 "
-        "time_in.mlp.2=time_embed.timestep_embedder.linear_2 cond_type_embedding=cond_type_embed "
-        "byt5_in.layernorm=context_embedder_2.norm byt5_in.fc1=context_embedder_2.linear_1 "
-        "byt5_in.fc2=context_embedder_2.linear_2 byt5_in.fc3=context_embedder_2.linear_3 "
-        "vision_in.proj.0=image_embedder.norm_in vision_in.proj.1=image_embedder.linear_1 "
-        "vision_in.proj.3=image_embedder.linear_2 vision_in.proj.4=image_embedder.norm_out",
-    },
-    # LTX-Video
-    "time_embed.linear.weight": {
-        ("transformer_blocks", "transformer_blocks"): "attn1.q_norm=attn1.norm_q attn1.k_norm=attn1.norm_k "
-        "attn2.q_norm=attn2.norm_q attn2.k_norm=attn2.norm_k",
-        ("", ""): "patchify_proj=proj_in adaln_single.linear=time_embed.linear "
-        "adaln_single.emb.timestep_embedder.linear_1=time_embed.emb.timestep_embedder.linear_1 "
-        "adaln_single.emb.timestep_embedder.linear_2=time_embed.emb.timestep_embedder.linear_2",
-    },
-}
-"""By a parameter of the class: stacks of blocks, original and of the class, with the layers of a block, and all others.
+Stacks = list[tuple[str, str, Mapping[str, str]]]
 
-Layers are ORIGINAL=LAYER+LAYER; ~ says that the halves of the rows change places. What is not here has its own name.
-"""
+
+@cache
+def _tables() -> Mapping[str, Stacks]:
+    """The tables of `original_names.yaml`."""
+    return yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 
 
 class Rows(NamedTuple):
@@ -130,7 +64,7 @@ def original_rows(shapes: Shapes) -> dict[str, Rows]:
     Args:
         shapes: shapes of all parameters of the class by name.
     """
-    stacks = next((table for first, table in _TABLES.items() if first in shapes), {})
+    stacks = next((table for first, table in _tables().items() if first in shapes), [])
     found: dict[str, dict[int, tuple[str, bool]]] = {}
     for name in shapes:
         key, place, swapped = _original(name, stacks)
@@ -148,23 +82,22 @@ def original_rows(shapes: Shapes) -> dict[str, Rows]:
 
 def own_name(key: str, shapes: Shapes) -> str:
     """The name that the class gives to a gate with an original name."""
-    for table in (table for first, table in _TABLES.items() if first in shapes):
-        for original, own in table:
+    for table in (table for first, table in _tables().items() if first in shapes):
+        for original, own, _ in table:
             if original and key.startswith(f"{original}."):
                 return own + key.removeprefix(original)
     return key
 
 
-def _original(name: str, stacks: Mapping[tuple[str, str], str]) -> tuple[str, int, bool]:
+def _original(name: str, stacks: Stacks) -> tuple[str, int, bool]:
     """The original name of a parameter, its place among those of the same tensor, and whether its halves change."""
-    for (original, own), layers in stacks.items():
+    for original, own, layers in stacks:
         match = re.match(rf"{re.escape(own)}(\.\d+\.)(.+)" if own else "()(.+)", name)
         if match is None:
             continue
         module, _, kind = match[2].rpartition(".")
-        for word in layers.split():
-            layer, _, parts = word.partition("=")
-            for place, part in enumerate(parts.split("+")):
+        for layer, parts in layers.items():
+            for place, part in enumerate(parts.split()):
                 if part.removeprefix("~") == module:
                     return f"{original}{match[1]}{layer}.{kind}", place, part[0] == "~"
         if own:
