@@ -16,13 +16,14 @@ from vsa.attention.denoising import DenoisingPlan
 from vsa.attention.kept_tiles import Budget, KeptTiles, exact
 from vsa.settings import AtLeastOne, Count, Share, ShareBelowOne, validated
 
-SparsityPoint = Literal["current", "dense", "target", "half", "double"]
-"""Point of a schedule: the top-k of the step, all tiles, the end value, half or double the top-k of the step."""
+SparsityPoint = Literal["current", "dense", "target", "half", "double", "quadruple"]
+"""Point of a schedule: the top-k of the step, all tiles, the end value, half, double or four times the top-k of
+the step."""
 
 Scaling = Literal["count", "fraction"] | Share
 """How the end value follows the number of tiles: the same count, the same fraction, or an exponent between them."""
 
-SPARSITY_POINTS: tuple[SparsityPoint, ...] = ("current", "dense", "target", "half", "double")
+SPARSITY_POINTS: tuple[SparsityPoint, ...] = ("current", "dense", "target", "half", "double", "quadruple")
 
 
 def check_points(name: str, points: Sequence[str]) -> tuple[SparsityPoint, ...]:
@@ -34,8 +35,8 @@ def check_points(name: str, points: Sequence[str]) -> tuple[SparsityPoint, ...]:
 
 
 def topk_at(topk: int, num_tiles: int, at: SparsityPoint) -> int:
-    """A top-k halved (rounded up) or doubled at these points, unchanged at others; between 1 and num_tiles."""
-    target = {"half": -(-topk // 2), "double": 2 * topk}.get(at, topk)
+    """A top-k halved (rounded up), doubled or four times as large at these points; between 1 and num_tiles."""
+    target = {"half": -(-topk // 2), "double": 2 * topk, "quadruple": 4 * topk}.get(at, topk)
     return max(1, min(target, num_tiles))
 
 
@@ -133,8 +134,8 @@ class SparsitySchedule:
             step: optimizer step, from 0.
             num_tiles: video tiles of a sample.
             num_layers: layers of the model.
-            at: current is the top-k of the step, dense all tiles in all layers, target the end value; half and double
-                change the top-k of the step, except in `dense_layers`.
+            at: current is the top-k of the step, dense all tiles in all layers, target the end value; half, double and
+                quadruple change the top-k of the step, except in `dense_layers`.
         """
         self._check_layers(num_layers)
         if at == "dense":

@@ -34,9 +34,9 @@ class PretrainModule(DiffusionModule):
     Args:
         objective: the loss.
         validate_at: points of the sparsity schedule to validate at: the current top-k (`val/loss`), all tiles
-            (`val/loss_dense`), the end value of the schedule (`val/loss_target`), half and double the current top-k
-            (`val/loss_half`, `val/loss_double`); each costs a forward. The losses of the last validation, by sample,
-            are written to `validation.csv` in the run folder.
+            (`val/loss_dense`), the end value of the schedule (`val/loss_target`), half, double and four times
+            the current top-k (`val/loss_half`, `val/loss_double`, `val/loss_quadruple`); each costs a forward. The
+            losses of the last validation, by sample, are written to `validation.csv` in the run folder.
         **common: see `DiffusionModule`.
     """
 
