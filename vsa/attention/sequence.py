@@ -103,6 +103,11 @@ class Division:
             self.rows |= {tile: tuple(map(len, runs))} if len(runs) == len(spans) else {}
 
     @property
+    def num_tokens(self) -> int:
+        """Tokens of this rank."""
+        return self.rows[None][self.ranks.rank]
+
+    @property
     def _shard(self) -> range:
         """The ranks whose queries this one gets in attention."""
         first = self.ranks.rank // self.groups * self.groups

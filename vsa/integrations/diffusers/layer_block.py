@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from vsa.attention.base import AttentionMethod
 from vsa.attention.context import AttnContext
 from vsa.attention.layout import TileLayout
+from vsa.attention.sequence import Division
 from vsa.integrations.diffusers.families.family import Family
 from vsa.integrations.diffusers.families.parts import Parts
 from vsa.models.compute_dtype import allow_rounding
@@ -47,18 +48,20 @@ class Pass:
         video: layout of the tokens that a block gets as `Parts.tokens`.
         groups: the rows of the batch, by their number of text tokens.
         per_token: whether every token has its own timestep.
+        division: the tokens of this rank, where others share the sample; None: it has all of them.
         ordered: arguments that all blocks share, in tile order, by name.
     """
 
     video: TileLayout
     groups: tuple[Group, ...]
     per_token: bool
+    division: Division | None = None
     ordered: dict[str, Any] = field(default_factory=dict)
 
     def once(self, name: str, value: Any) -> Any:
-        """An argument of a block in tile order; all blocks get the same, which is permuted once."""
+        """This rank's rows of an argument of a block, in tile order; it is permuted once for all blocks."""
         if name not in self.ordered:
-            self.ordered[name] = in_tile_order(value, self.video)
+            self.ordered[name] = in_tile_order(value, self.video, self.division)
         return self.ordered[name]
 
 
@@ -68,12 +71,15 @@ class CurrentPass:
     value: Pass | None = None
 
 
-def in_tile_order(value: Any, layout: TileLayout) -> Any:
-    """Tables `[L]` or `[L, D]`, tensors `[B, L, ...]` or tuples of them, in tile order on the device of the layout."""
+def in_tile_order(value: Any, layout: TileLayout, division: Division | None = None) -> Any:
+    """Tables `[L]` or `[L, D]`, tensors `[B, L, ...]` or tuples of them, in tile order on the device of the layout; of
+    a division the rows of this rank."""
     if isinstance(value, tuple):
-        return tuple(in_tile_order(part, layout) for part in value)
+        return tuple(in_tile_order(part, layout, division) for part in value)
     value = value.to(layout.device)
-    return layout.permute(value[None])[0] if value.dim() < 3 else layout.permute(value)
+    rows = layout.permute(value[None] if value.dim() < 3 else value)
+    rows = rows if division is None else division.cut(rows)
+    return rows[0] if value.dim() < 3 else rows
 
 
 class LayerAttention:
@@ -147,7 +153,7 @@ class LayerBlock(nn.Module):
             if given.get(name) is not None:
                 given[name] = now.once(name, given[name])
         if self.layer == 0:
-            given[self.parts.tokens] = now.video.permute(given[self.parts.tokens])
+            given[self.parts.tokens] = in_tile_order(given[self.parts.tokens], now.video, now.division)
         groups = tuple(group._replace(ctx=group.ctx.layer(self.layer)) for group in now.groups)
         body = LayerBlock.body
         if self.run is not None and all(self.method.traceable(group.ctx) for group in groups):
@@ -160,7 +166,7 @@ class LayerBlock(nn.Module):
         if self.layer < self.num_layers - 1:
             return out
         video, *others = out if isinstance(out, tuple) else (out,)
-        video = now.video.unpermute(video)
+        video = now.video.unpermute(video if now.division is None else now.division.gather(video))
         return (video, *others) if others else video
 
     def body(self, groups: tuple[Group, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

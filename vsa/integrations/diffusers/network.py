@@ -61,6 +61,8 @@ class DiffusersNetwork(Network):
             known = ", ".join(name for name, other in FAMILIES.items() if other.parts is not None)
             raise ValueError(f"class_name must be a class that can be trained ({known}), got {class_name}")
         self.family, self.parts = family, family.parts
+        # text in a row is no run of tiles
+        self.divides = family.text == "none" and not self.parts.packed
         own = self.parts.constants or {}
         if unknown := sorted(set(constants or {}) - set(own)):
             names = ", ".join(own) or "none"
@@ -174,7 +176,9 @@ class DiffusersNetwork(Network):
         if self.parts.packed:
             return self._packed(given, ctx)
         groups = self._groups(ctx, mask, text.shape[1])
-        return self._pass(given, Pass(video=ctx.layout, groups=groups, per_token=timestep.dim() == 2))
+        return self._pass(
+            given, Pass(video=ctx.layout, groups=groups, per_token=timestep.dim() == 2, division=ctx.division)
+        )
 
     def _packed(self, given: Inputs, ctx: AttnContext) -> Tensor:
         """The velocity of a class whose batch has one timestep and one length of its texts, in as many passes."""
@@ -203,7 +207,7 @@ class DiffusersNetwork(Network):
 
     def _groups(self, ctx: AttnContext, mask: Tensor | None, text: int) -> tuple[Group, ...]:
         if self.family.text == "none":
-            return (Group(None, ctx.layout.num_tokens, ctx),)
+            return (Group(None, (ctx.division or ctx.layout).num_tokens, ctx),)
         methods = self.attention_layers
         method = next((method for method in methods if not method.is_dense), methods[0])
         video = ctx.layout.segments[0]

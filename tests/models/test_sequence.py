@@ -1,0 +1,112 @@
+"""Networks whose ranks share a sample: velocity, gradients of weights and of the input are those of one process."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.attention.test_sequence import difference
+from tests.integrations import tiny
+from tests.integrations.test_network_parallel import FAMILIES, LATENT, built
+from tests.tiny_models import LEVELS, make_model
+from tests.training.ranks import run_ranks
+from vsa.attention.sequence import SequenceRanks
+from vsa.attention.video_sparse import VideoSparseAttention
+from vsa.models.network import Network
+from vsa.models.pair_tally import PairTally
+
+pytestmark = pytest.mark.filterwarnings("ignore:tiles .* are .* full")
+
+# 3 x 5 x 7 tokens in tiles of 2 x 2 x 2, most of the last ones partial
+RAGGED = (6, 3, 10, 14)
+SPARSE = partial(VideoSparseAttention, tile_thw=(2, 2, 2), gate_init="model", rule="top_p", top_p=0.6)
+DIVIDED = ("wan", "ltx", "kandinsky5")
+
+
+def passed(network: Network, ranks: SequenceRanks | None, shape, times: str = "sample") -> dict[str, torch.Tensor]:
+    network.sequence, network.tally = ranks, PairTally(torch.device("cpu")) if network.measured else None
+    generator = torch.Generator().manual_seed(1)
+    dtype = next(network.parameters()).dtype
+    x = torch.randn(2, *shape, generator=generator, dtype=dtype).requires_grad_()
+    text = torch.randn(2, tiny.TEXT, network.text_dim, generator=generator, dtype=dtype)
+    tokens = network.layout_for(shape).num_tokens
+    timestep = torch.rand(2, {"sample": 1, "frames": 2, "tokens": tokens}[times], generator=generator) * 1000
+    out = network(x, timestep[:, 0] if times == "sample" else timestep, text, topk=3).to(dtype)
+    network.zero_grad()
+    (out * torch.randn(out.shape, generator=generator, dtype=dtype)).sum().backward()
+    # Kandinsky's text is rotated in bf16, which rounds gradients
+    rounded = "text_" if network.title.startswith("Kandinsky") else None
+    named = ((name, p) for name, p in network.named_parameters() if rounded is None or not name.startswith(rounded))
+    gradients = {name: p.grad for name, p in named if p.grad is not None}
+    pairs = network.tally.take()[0] if network.tally else torch.zeros(2)
+    if ranks is not None:
+        for gradient in gradients.values():
+            dist.all_reduce(gradient)
+            gradient /= ranks.size
+        dist.all_reduce(pairs)
+    # the input has its whole gradient on every rank
+    return {"out": out.detach(), "input": x.grad, "pairs": pairs, **gradients}
+
+
+def differences(world: int, *cases) -> list[float]:
+    """Difference between one process and `world` ranks for a function that makes a network and the arguments of its
+    pass, by case."""
+
+    def on_rank(rank: int) -> list[float]:
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo")
+        ranks = SequenceRanks(group=dist.group.WORLD.group_name, size=world, rank=rank)
+        return [
+            difference(passed(make(), None, *arguments), passed(make(), ranks, *arguments))
+            for make, *arguments in cases
+        ]
+
+    return run_ranks(world, on_rank)[0]
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_ranks_are_one_at_every_level_and_kind_of_times(world):
+    def make(level, **sizes) -> Network:
+        model = make_model(SPARSE, absolute_positions=True, **sizes)
+        model.activation_checkpointing = level
+        return model.double()
+
+    kinds = [("none", "sample"), ("none", "frames"), ("none", "tokens"), *((level, "sample") for level in LEVELS[1:])]
+    cases = [(partial(make, level), RAGGED, times) for level, times in kinds]
+    # 3 heads: a head for each rank is none
+    cases += [(partial(make, "none", num_attention_heads=3), RAGGED, times) for times in ("sample", "frames")]
+    assert max(differences(world, *cases)) < 1e-11
+
+
+def test_classes_of_diffusers_are_divided_or_refuse():
+    networks = {name: built(name) for name in FAMILIES}
+    *others, kandinsky = differences(2, *((lambda name=name: built(name), LATENT) for name in DIVIDED))
+    assert max(others) < 2e-6
+    assert kandinsky < 2e-4
+    for name, network in networks.items():
+        if name in DIVIDED:
+            network.refuse_division([LATENT], 2)
+        else:
+            message = rf"task\.parallel\.sequence=2: {network.title} cannot be divided over ranks"
+            with pytest.raises(ValueError, match=message):
+                network.refuse_division([LATENT], 2)
+
+
+@pytest.mark.slow
+def test_compiled_blocks_are_divided():
+    def make(compiled: bool) -> Network:
+        model = make_model(partial(SPARSE, rule="topk", top_p=None))
+        if compiled:
+            model.compile_blocks(backend="aot_eager")
+        return model
+
+    def on_rank(rank: int) -> float:
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo")
+        ranks = SequenceRanks(group=dist.group.WORLD.group_name, size=2, rank=rank)
+        return difference(passed(make(False), None, RAGGED), passed(make(True), ranks, RAGGED))
+
+    assert max(run_ranks(2, on_rank)) < 2e-6
