@@ -36,6 +36,13 @@ PLAN = ("plan", "model=dit_60m", "model.text_dim=64", "trainer.devices=1", "--gr
             0,
             "each GPU: 2 samples a micro-batch, 12 micro-batches a step",
         ),
+        (("trainer.devices=2", "task.parallel.sequence=2", "trainer=fsdp"), 0, "of text, shared by 2 GPUs"),
+        (("task.parallel.sequence=2",), 1, "task.parallel.sequence=2 must divide the number of ranks, which is 1"),
+        (
+            ("trainer.devices=64", "task.parallel.sequence=64", "trainer=fsdp"),
+            1,
+            "task.parallel.sequence=64: a sample of (4, 8, 8) tokens has 4 query tiles to divide",
+        ),
         (("data.batch_size=1",), 0, "each GPU: 1 sample a micro-batch, 1 micro-batch a step"),
     ],
 )

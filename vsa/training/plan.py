@@ -39,6 +39,9 @@ def plan(cfg: Any, *, gpu: str, gib: float | None, grid: Grid | None) -> None:
     shapes = _shapes(cfg, module, grid)
     text = resolved(cfg.data.text_encoder)["max_tokens"]
     dims = ParallelDims.of_settings(cfg.trainer.strategy, _ranks(cfg.trainer), module.parallel.sequence)
+    if dims.sequence > 1:
+        for network in module.planned_networks():
+            network.model.refuse_division(shapes, dims.sequence)
     estimate = estimate_of(cfg, module, shapes, text, kind, dims=dims)
     print("\n".join(full_lines(str(cfg.name), estimate, with_dense_attention(module))))
     if (refusal := estimate.refusal()) is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -115,8 +116,8 @@ class Job:
         return self.batch * self.micro_batches * self.dims.data_size
 
     def tokens(self, network: PlannedNetwork) -> int:
-        """Tokens of a sample."""
-        return network.model.layout_for(self.latent_shape).num_tokens
+        """Tokens of a sample on a rank."""
+        return -(-network.model.layout_for(self.latent_shape).num_tokens // self.dims.sequence)
 
     def blocks(self, network: PlannedNetwork) -> Mapping[BlockShape, int]:
         """Kinds of blocks of a network, with the sizes of a micro-batch, and the number of layers of each."""
@@ -137,7 +138,8 @@ class Job:
             heads=network.model.num_heads,
             gates=gates,
             operator=operator,
-            tiles=self.batch * tiles,
+            # of all heads; a rank that shares the sample has all tiles of some
+            tiles=-(-self.batch * tiles // self.dims.sequence),
             # index lists are padded to a multiple of 32
             capacity=-(-topk // 32) * 32,
             workspace=self._workspace(network, topk) if tiles else 0,
@@ -148,9 +150,10 @@ class Job:
         """Bytes that the operator's backward takes and gives back."""
         if self.chip is None:
             return 0
-        blocks, heads = network.model.layout_for(self.latent_shape).blocks, network.model.num_heads
+        layout, heads = network.model.layout_for(self.latent_shape), network.model.num_heads
+        blocks, heads = layout.blocks, heads // math.gcd(heads, self.dims.sequence)
         with torch.device("meta"):
-            x = torch.empty(self.batch, self.tokens(network), heads, network.model.head_dim, dtype=torch.bfloat16)
+            x = torch.empty(self.batch, layout.num_tokens, heads, network.model.head_dim, dtype=torch.bfloat16)
             lists = torch.empty(1, 1, blocks.num, topk, dtype=torch.int32)
         index = BlockIndex(kv_indices=lists, kv_num_blocks=lists[..., 0])
         mask = BlockMask(index=index, q_blocks=blocks, kv_blocks=blocks, kv_valid=None)

@@ -188,6 +188,8 @@ def step_seconds(job: Job, gpu: Gpu) -> Parts:
         )
     if job.dims.ranks > 1 and gpu.link_bytes:
         parts["communication, exposed"] = _exposed(job, gpu, sum(parts.values()))
+        if job.dims.sequence > 1:
+            parts["tokens between ranks"] = _travel(job) / gpu.link_bytes
     return parts
 
 
@@ -208,7 +210,19 @@ def _attention(job: Job, network: PlannedNetwork, gpu: Gpu, *, training: bool, t
             # a partly filled tile costs as much as a full one
             pairs *= (tiles * layout.video_blocks.max_size / layout.num_tokens) ** 2
         seconds += rate.seconds(4 * model.dim * pairs, forwards=2 if twice else 1, backward=training)
-    return seconds
+    return seconds / job.dims.sequence
+
+
+def _travel(job: Job) -> float:
+    """Bytes of q, k, v and attention outputs that a rank sends in a step, of ranks that share a sample."""
+    total, share = 0.0, (job.dims.sequence - 1) / job.dims.sequence
+    for network in job.networks:
+        # the backward sends as much, and a level computes q, k and v again
+        passes = network.passes.get(FORWARD, 0.0)
+        passes += (2 if job.level == "none" else 2.75) * network.passes.get(TRAINING, 0.0)
+        rows = job.batch * job.micro_batches * job.tokens(network) * len(network.model.blocks)
+        total += 4 * HALF * passes * rows * network.model.dim * share
+    return total
 
 
 def _exposed(job: Job, gpu: Gpu, computing: float) -> float:

@@ -161,7 +161,9 @@ class Estimate:
                 return f"{names}{advice}"
         for ranks in (2**i for i in range(1, 11)):
             count = job.dims.ranks * ranks
-            spread = replace(job, dims=ParallelDims(shard=count), batch=1, micro_batches=1, level="full")
+            spread = replace(
+                job, dims=ParallelDims(shard=count, sequence=job.dims.sequence), batch=1, micro_batches=1, level="full"
+            )
             if total_memory(spread) <= self.gpu.memory:
                 return f"trainer=fsdp trainer.devices={count} with task.parallel.activation_checkpointing=full fits"
         return "no setting of this model fits"
@@ -234,7 +236,8 @@ def full_lines(name: str, estimate: Estimate, dense: Callable[[Job], Job] | None
     lines = [
         f"{name} on {job.dims.ranks} x {gpu.name}, parameters in {job.dims.shard} shard{'s' * (job.dims.shard > 1)}",
         f"  each GPU: {batch} a micro-batch, {micro_batches} a step",
-        f"  each sample: {layout.num_tokens} tokens{tiles}, {job.text} of text",
+        f"  each sample: {layout.num_tokens} tokens{tiles}, {job.text} of text"
+        + (f", shared by {job.dims.sequence} GPUs" if job.dims.sequence > 1 else ""),
         f"  blocks {'compiled' if job.compiled else 'eager'}, activation_checkpointing={_told_level(estimate)}",
         "",
         f"{'memory of a GPU':34} GiB",
@@ -316,7 +319,7 @@ def _steps_of(cfg: Any, jobs: Callable[[int], Sequence[tuple[float, Job]]]) -> i
     each = 0.0
     for share, job in jobs(max(0, cfg.trainer.max_steps - 1)):
         network = job.networks[0]
-        one = job.tokens(network)
+        one = network.model.layout_for(job.latent_shape).num_tokens
         if budget == "flop_budget":
             one = network.model.flops(job.latent_shape, job.topk if network.model.selects else None, job.text).executed
         each += share * job.samples * one
