@@ -47,6 +47,7 @@ BAD_SETTINGS = [
     (["+trainer.nope=3"], "trainer.nope=3: unknown setting"),
     (["+model.nope=3"], "model.nope=3: unknown setting"),
     (["+data.nope=3"], "data.nope=3: unknown setting"),
+    (["task.parallel.sequence=2"], "task.parallel.sequence=2 must divide the number of ranks, which is 1"),
     (["data.batch_size=0"], "data.batch_size=0: expected an integer of at least 1, got 0"),
     (["data.batch_size=6", "trainer.accumulate_grad_batches=4"], "data.batch_size=6 must be a multiple of the 4"),
     (["data.val_fraction=1.5"], "data.val_fraction=1.5: expected a number of at least 0 and below 1, got 1.5"),

@@ -199,21 +199,22 @@ def test_the_frozen_teacher_is_outside_of_the_checkpoint_and_pinned(distill, tra
 )
 def test_two_ranks_are_one(distill, training, trainer, term, sequence):
     term += ("model.num_attention_heads=2", "model.attention_head_dim=6") if sequence > 1 else ()
+    steps, every = (3, 2) if sequence == 1 else (12, 8)
     training(*DENSE, *(o for o in term if o.startswith("model.")))
     common = (
         f"init_from={training.folder('dense')}",
         *term,
         "task.generator_every=2",
-        "callbacks.checkpoint.every_n_steps=2",
-        "trainer.max_steps=3",
-        "trainer.val_check_interval=2",
+        f"callbacks.checkpoint.every_n_steps={every}",
+        f"trainer.max_steps={steps}",
+        f"trainer.val_check_interval={every}",
     )
     distill(*common, "run=one")
     spread = (
         f"trainer={trainer}",
         "trainer.accelerator=cpu",
         "trainer.accumulate_grad_batches=2",
-        "trainer.val_check_interval=4",
+        f"trainer.val_check_interval={2 * every}",
         f"task.parallel.sequence={sequence}",
     )
 
@@ -223,16 +224,17 @@ def test_two_ranks_are_one(distill, training, trainer, term, sequence):
         distill(*common, *spread, "run=resumed", f"ckpt_path={source}")
 
     run_ranks(2, on_rank)
+    bound = 1e-6 if sequence == 1 else 1e-5
     one = everything(training.last("one"))
-    assert largest_difference(one, everything(training.last("two"))) < 1e-6
-    assert largest_difference(one, everything(training.last("resumed"))) < 1e-6
+    assert largest_difference(one, everything(training.last("two"))) < bound
+    assert largest_difference(one, everything(training.last("resumed"))) < bound
     rows, others = training.metrics("one"), training.metrics("two")
     for step, row in rows.items():
         for name in ("fake_score/loss", "dmd/gap", "generated/std", "fake_score/grad_norm/total", "val/gap", "val/std"):
             assert (row[name] == "") == (others[step][name] == "")
             assert row[name] == "" or float(row[name]) == pytest.approx(float(others[step][name]), rel=1e-5), name
-    assert {step for step, row in rows.items() if row["val/gap"]} == {2}
+    assert {step for step, row in rows.items() if row["val/gap"]} == {every}
     # control: the last iteration moved everything by more
     half = checkpoints(training.folder("one"))[0]
-    assert half.step == 2
+    assert half.step == every
     assert largest_difference(everything(half), one) > 1e-3

@@ -15,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import lightning as L
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -22,7 +23,9 @@ from lightning.fabric.strategies.launchers.subprocess_script import _ChildProces
 
 import vsa.checkpoints.run_checkpoint as checkpointing
 import vsa.data.plan_datamodule as plan_datamodule
+import vsa.training.callbacks.samples as samples
 from tests.training.ranks import run_ranks
+from vsa.attention.sequence import Division
 from vsa.checkpoints.wan import export_pretrained
 from vsa.config import model_factory
 from vsa.training.metrics_csv import MetricsCSV
@@ -140,6 +143,49 @@ def test_ranks_that_share_samples_are_one(training, world):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("world", "sequence", "heads", "trainer"),
+    [(2, 2, 2, "fsdp"), (4, 4, 2, "fsdp"), (2, 2, 3, "ddp"), (4, 2, 4, "ddp")],
+)
+def test_twelve_steps_and_clips_of_shared_samples_are_one(training, monkeypatch, world, sequence, heads, trainer):
+    # 2 x 5 x 7 tokens, in tiles of which the last ones are partial
+    common = (
+        *COMMON,
+        f"model.num_attention_heads={heads}",
+        "model.attention_head_dim=6",
+        "data.toy.size=[8,80,112]",
+        "attention.tile_thw=[1,2,2]",
+        "trainer.max_steps=12",
+        "trainer.val_check_interval=6",
+        "callbacks.samples.prompts=[a red square]",
+        "callbacks.samples.steps=4",
+    )
+    common = tuple(o for o in common if o != "callbacks.samples=null")
+    shared = (f"trainer={trainer}", "trainer.accelerator=cpu", f"task.parallel.sequence={sequence}")
+    clips, generate, gather = [], samples.generate, Division.gather
+    monkeypatch.setattr(samples, "generate", lambda *given: clips.append(generate(*given)) or clips[-1])
+    training(*common, "run=one")
+
+    def on_rank(rank: int) -> list[np.ndarray]:
+        clips.clear()
+        training(*common, *shared, "run=several")
+        return [clip.numpy() for clip in clips]
+
+    several = run_ranks(world, on_rank)
+    assert_same_metrics(training.metrics("one"), training.metrics("several"))
+    assert largest_difference(training.tensors("one"), training.tensors("several")) < 1e-5
+    for theirs in several:
+        for clip, other in zip(clips, theirs, strict=True):
+            assert (clip.int() - torch.from_numpy(other).int()).abs().max() <= 1
+    # control: gradients of the ranks that share a sample are averaged, not summed
+    monkeypatch.setattr(
+        Division, "gather", lambda self, x: gather(self, x / sequence + x.detach() * (1 - 1 / sequence))
+    )
+    run_ranks(world, lambda rank: training(*common, *shared, "run=averaged") and None)
+    assert largest_difference(training.tensors("one"), training.tensors("averaged")) > 1e-3
+
+
+@pytest.mark.slow
 def test_broken_slices_and_scales_would_be_seen(training, monkeypatch):
     few = (*COMMON, "trainer.max_steps=1")
     training(*few, "run=one")
@@ -166,14 +212,13 @@ LORA = "+task.lora={_target_:vsa.checkpoints.lora.LoRA,rank:2,alpha:2}"
 
 
 @pytest.mark.soak("any number of ranks is one process, over a resume too")
-@pytest.mark.parametrize(
-    ("start", "extra"),
-    [pytest.param("run", (), marks=pytest.mark.slow), pytest.param("folder", (LORA,), marks=pytest.mark.slow)],
-    ids=["teacher", "adapters"],
-)
-def test_finetuning_on_two_ranks_is_one(training, start, extra):
+@pytest.mark.slow
+@pytest.mark.parametrize("sequence", [1, 2])
+@pytest.mark.parametrize(("start", "extra"), [("run", ()), ("folder", (LORA,))], ids=["teacher", "adapters"])
+def test_finetuning_on_two_ranks_is_one(training, start, extra, sequence):
     # what diffusers' layout can express
     small = (*COMMON, "model.absolute_positions=false")
+    small += ("model.num_attention_heads=2", "model.attention_head_dim=6") if sequence > 1 else ()
     full = (*small, "run=dense", "attention=full", "~attention.tile_thw")
     # far from its start, so that what it wants is no small thing
     training(*full, "trainer.max_steps=4", "optim.eps=1e-8")
@@ -189,22 +234,24 @@ def test_finetuning_on_two_ranks_is_one(training, start, extra):
         "start=dense",
         f"init_from={source}",
         "task.objective.velocity=0.5",
+        f"task.objective.attention={0.5 * (sequence - 1)}",
         "optim.lr=0.1",
     )
-    common += ("trainer.max_steps=3", "callbacks.checkpoint.every_n_steps=2", *extra)
-    fsdp = ("trainer=fsdp", "trainer.accelerator=cpu")
+    steps, every = (3, 2) if sequence == 1 else (12, 6)
+    common += (f"trainer.max_steps={steps}", f"callbacks.checkpoint.every_n_steps={every}", *extra)
+    fsdp = ("trainer=fsdp", "trainer.accelerator=cpu", f"task.parallel.sequence={sequence}")
     training(*common, "run=one")
 
     def on_rank(rank: int) -> None:
         training(*common, *fsdp, "run=straight")
-        half = training.folder("straight") / "checkpoints" / "step-00000002"
+        half = training.folder("straight") / "checkpoints" / f"step-{every:08d}"
         # the checkpoint has no teacher: it comes from where the run began, which the checkpoint knows
         settings = [o for o in common if not o.startswith("init_from=")]
         training(*settings, *fsdp, "run=resumed", f"ckpt_path={half}")
 
     run_ranks(2, on_rank)
     one, straight = training.tensors("one"), training.tensors("straight")
-    assert largest_difference(one, straight) < 1e-6
+    assert largest_difference(one, straight) < (1e-6 if sequence == 1 else 1e-5)
     assert_same_metrics(training.metrics("one"), training.metrics("straight"), (*SAME, "train/loss_velocity"))
     assert largest_difference(straight, training.tensors("resumed")) == 0
     # frozen weights are those it began from, under the names they had
