@@ -22,8 +22,7 @@ def points_of(name: str):
 def test_the_sweeps_that_are_promised_are_there_with_their_controls():
     assert set(SWEEPS) >= {"topk", "tile", "stages", "pooling", "seq_len_by_topk", "table1", "lr"}
     assert {name: sum(point.control for point in points_of(name)) for name in SWEEPS} == {
-        name: {"seq_len_by_topk": 3, "score_tile_tail": 0, "score_tail_forms": 0, "race_finetune": 0}.get(name, 1)
-        for name in SWEEPS
+        name: {"seq_len_by_topk": 3, "score_tile_tail": 0, "score_tail_forms": 0}.get(name, 1) for name in SWEEPS
     }
     assert set(choices()["sweep"]) == set(SWEEPS)
 
