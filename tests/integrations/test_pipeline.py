@@ -8,12 +8,15 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import numpy as np
 import pytest
 import torch
-from diffusers import UniPCMultistepScheduler, WanPipeline
+from diffusers import UniPCMultistepScheduler, WanImageToVideoPipeline, WanPipeline, WanTransformer3DModel
+from PIL import Image
 
-from tests.data.tiny_wan import make_pipeline
+from tests.data.tiny_wan import make_pipeline, make_vae
 from tests.integrations import tiny
 from tests.integrations.oracle import masked_attention
 from tests.tiny_runs import vsa_command
@@ -34,6 +37,7 @@ from vsa.integrations.diffusers.pipeline import (
     trained_settings,
 )
 from vsa.models.video_dit import VideoDiT
+from vsa.sampling.pipeline import clip_seeds
 
 pytestmark = pytest.mark.filterwarnings("ignore:tiles .* full")
 
@@ -571,3 +575,40 @@ def test_sample_refuses_a_wrong_source(folder, exported, tmp_path):
     (tmp_path / "model_index.json").write_text('{"_class_name": "FluxPipeline"}')
     with pytest.raises(ValueError, match="expected a WanPipeline, got FluxPipeline"):
         vsa_command("sample", "--pipeline", str(tmp_path), "--prompt", "x")
+
+
+@torch.no_grad()
+def test_a_pipeline_continues_a_picture(folder, tmp_path):
+    """Wan2.2 TI2V: the first latent frame is clean and at timestep 0, against diffusers' own pipeline."""
+    sizes = dict(num_attention_heads=2, attention_head_dim=12, in_channels=48, out_channels=48, text_dim=32)
+    torch.manual_seed(0)
+    model = WanTransformer3DModel(**sizes, freq_dim=32, ffn_dim=32, num_layers=2, rope_max_seq_len=64)
+    parts = make_pipeline().components | {"transformer": tiny.stirred(model), "vae": make_vae(channels=48)}
+    WanPipeline(**parts, expand_timesteps=True).save_pretrained(tmp_path / "ti2v")
+    pictures = [Image.fromarray(np.random.default_rng(i).integers(0, 256, (64, 96, 3), np.uint8)) for i in range(2)]
+    for i, picture in enumerate(pictures):
+        picture.save(tmp_path / f"{i}.png")
+    words = ["--size", "64", "96", "--frames", "5", "--steps", "2", "--guidance", "3", "--device", "cpu"]
+    words += ["--prompt", PROMPTS[0], "--prompt", PROMPTS[1]]
+    given = ["--first-frame", str(tmp_path / "0.png"), "--first-frame", str(tmp_path / "1.png")]
+    clips = {}
+    for name, own in {"dense": given, "whole": [*given, "--sparsity", "0", "--tile", "1", "2", "2"]}.items():
+        out = tmp_path / name
+        with mock.patch("vsa.sampling.clip_folder.write_clips") as written:
+            vsa_command("sample", "--pipeline", str(tmp_path / "ti2v"), *words, *own, "--out", str(out))
+        clips[name] = written.call_args.args[2].int()
+    pipe = WanImageToVideoPipeline.from_pretrained(tmp_path / "ti2v", image_encoder=None, image_processor=None)
+    pipe.set_progress_bar_config(disable=True)
+    clip = dict(height=64, width=96, num_frames=5, num_inference_steps=2, guidance_scale=3.0, output_type="np")
+    for i, seed in enumerate(clip_seeds(0, PROMPTS).tolist()):
+        own = dict(prompt=PROMPTS[i], negative_prompt="", **clip)
+        frames = []
+        for picture in pictures:
+            result = pipe(picture, generator=torch.Generator().manual_seed(seed), **own)
+            frames.append(torch.from_numpy(result.frames * 255).round())
+        for name in clips:
+            assert (clips[name][i] - frames[i][0]).abs().max() <= 1
+        # control: the other picture
+        assert (clips["dense"][i] - frames[1 - i][0]).abs().max() > 5
+    with pytest.raises(ValueError, match=r"--first-frame needs a pipeline with expand_timesteps"):
+        vsa_command("sample", "--pipeline", str(folder), *words, *given, "--out", str(tmp_path / "no"))

@@ -35,7 +35,7 @@ def sample(
         option("latent shape of a clip", panel=RUN, whole=(1, 4096), metavar="C T H W"),
     ] = None,
     first_frame: Annotated[
-        list[Path] | None, option("picture that the clips continue; may be repeated, one a prompt", panel=RUN)
+        list[Path] | None, option("picture that the clips continue; may be repeated, one a prompt")
     ] = None,
     attention: Annotated[bool | None, option("draw the tiles that are attended to", "--attention", panel=RUN)] = None,
     pipeline: Annotated[str | None, option("diffusers WanPipeline (folder, hub id)", panel=PIPELINE)] = None,

@@ -14,6 +14,7 @@ from vsa.attention.denoising import DenoisingPlan
 from vsa.checkpoints.run_weights import Group
 from vsa.config import attention_config
 from vsa.data.clip_rules import ClipRules, clip_size
+from vsa.data.codecs import Codec, WanVAE
 from vsa.data.prompts import read_prompts, tidy
 from vsa.data.text import describe_cut
 from vsa.errors import refuse_unwritable, usable_device
@@ -60,15 +61,14 @@ def _free_folder(named: Path | None, usual: Path) -> Path:
     return folder
 
 
-def _first_frames(files: Sequence[Path], prompts: int, run: SamplingPipeline, shape: Sequence[int]) -> list[Tensor]:
-    """First frames uint8 `[H, W, 3]` from pictures or videos, in the pixels of latents `[C, T, H, W]`."""
+def _first_frames(files: Sequence[Path], prompts: int, codec: Codec, size: tuple[int, int]) -> list[Tensor]:
+    """First frames uint8 `[H, W, 3]` from pictures or videos, in a size (H, W)."""
     if not files:
         return []
     if len(files) not in (1, prompts):
         raise ValueError(f"expected --first-frame once or once for each of {prompts} prompts, got {len(files)}")
-    size = clip_size(run.codec, shape)
-    rules = ClipRules(size=(size.height, size.width), frames=1)
-    return [rules.cut(file, run.codec)[0][0] for file in files]
+    rules = ClipRules(size=size, frames=1)
+    return [rules.cut(file, codec)[0][0] for file in files]
 
 
 def _clips_in(folder: Path) -> list[Path]:
@@ -111,7 +111,8 @@ def sample_run(
     sample_settings = loaded.settings(**settings)
     if cut := describe_cut(loaded.text_encoder, prompts):
         print(cut)
-    pictures = _first_frames(first_frame, len(prompts), loaded, sample_settings.latent_shape)
+    size = clip_size(loaded.codec, sample_settings.latent_shape)
+    pictures = _first_frames(first_frame, len(prompts), loaded.codec, (size.height, size.width))
     if pictures:
         loaded = with_pictures(loaded, pictures)
     elif loaded.takes_images:
@@ -144,6 +145,7 @@ def sample_pipeline(
     steps: int | None = None,
     tile: Sequence[int] | None = None,
     method: str | None = None,
+    first_frame: Sequence[Path] = (),
     **attention: Any,
 ) -> Path:
     """Sample clips from a diffusers pipeline and write them to a folder, which is returned.
@@ -164,12 +166,13 @@ def sample_pipeline(
         steps: see `clip_settings`.
         tile: tokens per tile, see `apply`.
         method: name of a method, followed by its settings except for video_sparse: `neighborhood window_thw=[9,16,24]`.
+        first_frame: see `sample_run`; for pipelines of Wan2.2 TI2V.
         attention: further arguments of `open_pipeline`.
     """
     out = _free_folder(out, Path("samples"))
     device = usable_device(device)
     dtype = dtype or ("float32" if device == "cpu" else "bfloat16")
-    own = {"tile_thw": tile, **_named(method)}
+    own = {"tile_thw": tile, "continues": bool(first_frame), **_named(method)}
     pipe = open_pipeline(pipeline, dtype=getattr(torch, dtype), device=device, **own, **attention)
     clip = clip_settings(pipe, size=size, frames=frames, guidance=guidance, steps=steps)
     trained, grid = trained_settings(pipe), token_grid(pipe, clip.size, clip.frames)
@@ -178,12 +181,13 @@ def sample_pipeline(
         print(
             f"the model was not trained on the clip's grid of {'x'.join(map(str, grid))} tokens, but on: {known_grids}"
         )
+    pictures = _first_frames(first_frame, len(prompts), WanVAE(pipeline), clip.size) if first_frame else []
     shared = {"negative_prompt": negative_prompt, "batch_size": batch_size}
     with progress_bar("sampling", len(prompts) * clip.steps) as advance:
         seeds = clip_seeds(seed, prompts).tolist()
         # a few-step generator has its own steps
         options = {**clip._asdict(), "steps": steps, **shared}
-        videos = generate_videos(pipe, prompts, seeds=seeds, progress=advance, **options)
+        videos = generate_videos(pipe, prompts, seeds=seeds, pictures=pictures, progress=advance, **options)
     applied = applied_attention(pipe.transformer or pipe.transformer_2)
     plan = DenoisingPlan() if applied is None else applied.plan
     record = {
@@ -197,6 +201,7 @@ def sample_pipeline(
         "dense_steps": plan.dense_steps,
         "denoising": plan.changes(),
         **_pipeline_record(pipe),
+        **({"first_frame": [str(path) for path in first_frame]} if pictures else {}),
     }
     write_clips(out, prompts, videos, record, fps=fps)
     return out

@@ -53,6 +53,7 @@ def open_pipeline(
     tile_thw: Sequence[int] | None = None,
     settings: Mapping[str, Any] | None = None,
     flow_shift: float | None = None,
+    continues: bool = False,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
 ) -> Any:
@@ -74,11 +75,12 @@ def open_pipeline(
         tile_thw: see `apply`.
         settings: see `apply`.
         flow_shift: flow shift of the scheduler; None: that of the sparse transformer, else the scheduler's own.
+        continues: open it as the `WanImageToVideoPipeline` that continues a first frame (Wan2.2 TI2V).
         dtype: dtype of transformers and text encoder; the VAE computes in float32.
         device: device of the pipeline.
     """
     try:
-        from diffusers import WanPipeline
+        from diffusers import WanImageToVideoPipeline, WanPipeline
     except ImportError:
         raise ValueError("pipelines need diffusers: pip install 'vsa-train[wan]'") from None
     from vsa.integrations.diffusers.few_step import FewStepScheduler
@@ -116,8 +118,13 @@ def open_pipeline(
         )
     if len(step_lists) > 1:
         raise ValueError(f"the transformers of {source} are sampled in different steps: {step_lists}")
+    if continues:
+        # without the CLIP tokens of Wan2.1
+        parts |= {"image_encoder": None, "image_processor": None}
     types = {"default": dtype, "vae": torch.float32}
-    pipe = WanPipeline.from_pretrained(source, dtype=types, **parts)
+    pipe = (WanImageToVideoPipeline if continues else WanPipeline).from_pretrained(source, dtype=types, **parts)
+    if continues and not pipe.config["expand_timesteps"]:
+        raise ValueError(f"--first-frame needs a pipeline with expand_timesteps (Wan2.2 TI2V), {source} has not")
     models = [model for model in (pipe.transformer, pipe.transformer_2) if model is not None]
     if not sparse_sources and any((*own.values(), sparsity is not None, topk is not None, denoising)):
         for model in models:
@@ -226,6 +233,7 @@ def generate_videos(
     guidance: float,
     negative_prompt: str = "",
     batch_size: int = 1,
+    pictures: Sequence[Tensor] = (),
     progress: Callable[[int], None] | None = None,
     keep: Callable[[Tensor], None] | None = None,
 ) -> Tensor:
@@ -240,7 +248,9 @@ def generate_videos(
         steps: steps of the scheduler; None: those of the list of a few-step generator, else 50.
         guidance: guidance scale, `uncond + guidance * (cond - uncond)`; 1 skips the unconditional pass.
         negative_prompt: caption of the unconditional pass.
-        batch_size: clips sampled together; changes them only by rounding.
+        batch_size: clips sampled together; changes them only by rounding. With pictures it is 1.
+        pictures: uint8 `[H, W, 3]` in the size of the clips, one for each prompt or one for all, that the clips of a
+            pipeline that `continues` begin with.
         progress: function called after every step with the number of clips it advanced; N * steps in all.
         keep: function called with the normalised latents `[B, C, t, h, w]` of each batch of clips.
 
@@ -254,9 +264,13 @@ def generate_videos(
         raise ValueError(f"expected one seed for each of the {len(prompts)} prompts, got {len(seeds)}")
     # raises for sizes that the pipeline would silently round
     token_grid(pipe, size, frames)
+    if pictures:
+        # the pipeline encodes a batch of pictures once for each of its generators
+        batch_size = 1
     videos = []
     for start in range(0, len(prompts), batch_size):
         part = slice(start, start + batch_size)
+        first = {"image": pictures[start % len(pictures)].permute(2, 0, 1)[None] / 255} if pictures else {}
         texts = list(prompts[part])
 
         def on_step(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any], num_clips: int = len(texts)) -> dict:
@@ -275,6 +289,7 @@ def generate_videos(
             num_inference_steps=steps,
             guidance_scale=guidance,
             **_noise(pipe, seeds[part], size, frames),
+            **first,
             output_type="pt",
             callback_on_step_end=on_step,
         )
