@@ -275,6 +275,8 @@ def test_an_expert_is_opened_by_its_name_alone(tmp_path):
         refuse_other_noise(low, (0.0, 1.0))
     with pytest.raises(ValueError, match="or name the other expert"):
         refuse_other_noise(low, (0.9, 1.0))
+    with pytest.raises(ValueError, match=r"expert for noise levels 0 to 0.9, a distillation needs one network for all"):
+        refuse_other_noise(low, None)
     for levels in ((0.0, 0.9), (0.2, 0.8)):
         refuse_other_noise(low, levels)
     with pytest.raises(ValueError, match="has two transformers and no boundary_ratio"):

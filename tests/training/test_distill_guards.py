@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import shutil
 
 import pytest
 import torch
 from torch import nn
 
+from tests.states import rewrite_state
 from tests.training.distillations import (
     DENSE,
     At,
@@ -15,6 +17,7 @@ from tests.training.distillations import (
     different,
     everything,
 )
+from vsa.checkpoints.run_checkpoint import resolve_checkpoint
 from vsa.training.parallel import build_model, refuse_shared_parameters
 
 # guards
@@ -129,6 +132,21 @@ def test_a_teacher_of_other_latents_is_refused(distill, training, teacher_dir):
     training(*DENSE, "run=scaled", "task.latent_scale=shared", "overwrite=true")
     with pytest.raises(ValueError, match="latents of another scale than the teacher"):
         distill(f"task.teacher={training.folder('scaled')}", "run=refused")
+
+
+@pytest.mark.parametrize("role", ["init_from", "task.teacher"])
+def test_an_expert_is_not_distilled(distill, training, teacher_dir, tmp_path, role):
+    expert = tmp_path / "expert"
+    shutil.copytree(teacher_dir, expert)
+    checkpoint = resolve_checkpoint(expert)
+    config = checkpoint.state["config"]
+    config["task"]["objective"]["noise_range"] = [0.0, 0.875]
+    rewrite_state(checkpoint.path, config=config)
+    with pytest.raises(
+        ValueError, match=r"expert.* is an expert for noise levels 0 to 0.875, a distillation needs one network for all"
+    ):
+        distill(f"{role}={expert}", "run=refused")
+    assert not training.folder("refused").exists()
 
 
 def test_a_checkpoint_of_another_task_is_no_distillation(distill, training, teacher_dir):

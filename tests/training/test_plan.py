@@ -7,6 +7,13 @@ import pytest
 from vsa.training.estimate.gpus import MEASURED_BY
 
 PLAN = ("plan", "model=dit_60m", "model.text_dim=64", "trainer.devices=1", "--grid", "4", "8", "8")
+CLASS = (
+    "model=diffusers",
+    "model.class_name=LTXVideoTransformer3DModel",
+    "model.config={num_layers: 2, num_attention_heads: 2, attention_head_dim: 64, cross_attention_dim: 128, "
+    "in_channels: 16, out_channels: 16, caption_channels: 64}",
+    "data.text_encoder.dim=64",
+)
 
 
 @pytest.mark.parametrize(
@@ -51,6 +58,15 @@ def test_the_command(words, status, said, command_line):
     assert exit_code == status, err
     assert said in out + err
     assert len(err.splitlines()) == status
+
+
+@pytest.mark.slow
+def test_a_class_is_estimated_by_other_blocks_and_says_so(command_line):
+    told = "activations and times are those of Wan's blocks in the sizes of LTXVideoTransformer3DModel"
+    for words, equal in ((CLASS, True), (("model=dit_60m", "model.text_dim=64"), False)):
+        exit_code, out, err = command_line("plan", *words, *PLAN[3:])
+        assert exit_code == 0, err
+        assert (told in out) == equal
 
 
 def test_the_fused_adamw_of_gpus_has_no_temporaries(command_line):

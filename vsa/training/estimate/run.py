@@ -245,6 +245,8 @@ def full_lines(name: str, estimate: Estimate, dense: Callable[[Job], Job] | None
         f"  {'sum':30} {gib(estimate.needed):>7}  of {gib(gpu.memory)}",
         "",
     ]
+    if network.model.diffusers_config() is not None:
+        lines[-1:] = [f"activations and times are those of Wan's blocks in the sizes of {network.model.title}", ""]
     if estimate.gpu.lacks:
         lines.append(f"time: {gpu.name} lacks measured rates; a row of vsa/training/estimate/gpus.py holds them")
         lacks = [*gpu.lacks, *(["link_bytes"] if job.dims.ranks > 1 and gpu.link_bytes is None else [])]

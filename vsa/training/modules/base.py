@@ -201,7 +201,7 @@ class DiffusionModule(L.LightningModule):
             told_together(
                 lambda: weights.check(model, gates),
                 lambda: weights.check_data(data),
-                lambda: refuse_other_noise(weights, getattr(self.objective, "noise_range", (0.0, 1.0))),
+                lambda: refuse_other_noise(weights, getattr(self.objective, "noise_range", None)),
             )
         if self.resume is not None:
             refuse_other_sizes(model, self.resume)

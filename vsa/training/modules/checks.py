@@ -72,16 +72,26 @@ def refuse_misfit(model: Network, sparsity: SparsitySchedule, data: Any, size: J
     sparsity.check(tiles if model.selects else 1, len(model.blocks))
 
 
-def refuse_other_noise(weights: WeightSource, levels: tuple[float, float]) -> None:
+def refuse_other_noise(weights: WeightSource, levels: tuple[float, float] | None) -> None:
     """Raise ValueError if weights are an expert for other noise levels than those of the training.
+
+    A few-step generator goes from noise to data, so an expert, whose scores hold at its levels alone, neither starts
+    nor teaches a distillation.
 
     Args:
         weights: weights that a training starts from.
-        levels: lowest and highest noise level of its objective.
+        levels: lowest and highest noise level of its objective; None: those of a distillation, which are all.
     """
     own = weights.noise_range
-    if own is not None and not own[0] <= levels[0] < levels[1] <= own[1]:
-        low, high = (f"{level:g}" for level in own)
+    if own is None:
+        return
+    low, high = (f"{level:g}" for level in own)
+    if levels is None:
+        raise ValueError(
+            f"{weights.source} is an expert for noise levels {low} to {high}, a distillation needs one network for all "
+            "of them: distil Wan2.1 or Wan2.2 TI2V, or finetune the expert and sample it with many steps"
+        )
+    if not own[0] <= levels[0] < levels[1] <= own[1]:
         raise ValueError(
             f"{weights.source} is an expert for noise levels {low} to {high}, task.objective.noise_range is "
             f"[{levels[0]:g},{levels[1]:g}]: set [{low},{high}], or name the other expert"

@@ -32,7 +32,7 @@ from vsa.training.estimate.job import PlannedNetwork
 from vsa.training.gradients import GradientClipper, refuse_training_free
 from vsa.training.lightning_compat import set_step
 from vsa.training.modules.base import DiffusionModule
-from vsa.training.modules.checks import JobSize
+from vsa.training.modules.checks import JobSize, refuse_other_noise
 from vsa.training.modules.critic import FakeScore
 from vsa.training.modules.cycle import UpdateCycle
 from vsa.training.modules.teacher import Teacher, gates_from_dense, refuse_other_network
@@ -135,6 +135,7 @@ class DistillModule(DiffusionModule):
             refuse_missing(self.resume, ("teacher", "step_list", "fake_score", "collapse"))
             self._refuse_other_cycle(self.resume)
         self.teacher.find(self.resume, self.init_from, data)
+        refuse_other_noise(self.teacher.start, None)
         if self.init_from is None and self.resume is None:
             self.init_from = self.teacher.start
         super().check_weights(data)
