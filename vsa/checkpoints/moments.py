@@ -16,6 +16,9 @@ from vsa.models.sharding import local
 
 Moments = Literal["fp32", "int8"]
 
+EIGHT_BIT = "optim.moments=int8 (extra lowbit)"
+"""The setting of 8-bit moments, for messages."""
+
 BLOCK = 256
 """Values of a block (torchao 0.18, and bitsandbytes)."""
 

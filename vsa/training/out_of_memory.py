@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from vsa.checkpoints.moments import EIGHT_BIT
 from vsa.errors import MemoryRanOut, is_out_of_memory, memory_reason
 from vsa.models.recompute import LEVELS
-from vsa.training.estimate.run import EIGHT_BIT
 
 SETTING = "task.parallel.activation_checkpointing"
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from vsa.attention.full import FullAttention
 from vsa.attention.kept_tiles import KeptTiles
+from vsa.checkpoints.moments import EIGHT_BIT
 from vsa.data.parallel_dims import ParallelDims
 from vsa.models.init import without_memory
 from vsa.models.recompute import LEVELS, Level
@@ -24,8 +25,7 @@ POINTS = 16
 """Number of steps of a run at which the time of a step is estimated if its sparsity changes."""
 
 ROUNDED = "task.parallel.frozen=rounded"
-EIGHT_BIT = "optim.moments=int8 (extra lowbit)"
-"""Settings of rounded frozen weights and of 8-bit moments, for messages."""
+"""The setting of rounded frozen weights, for messages."""
 
 Shape = tuple[int, ...]
 
