@@ -430,10 +430,25 @@ def in_a_fork(arguments: list[str], folder: Path) -> tuple[int | None, str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", ["lightning", "torchrun"])
-def test_an_error_of_all_ranks_is_reported_once(training, tiny_overrides, tmp_path, launcher):
+@pytest.mark.parametrize(
+    ("launcher", "setting", "told"),
+    [
+        *(
+            (launcher, "data.batch_size=3", "data.batch_size=3 must be a multiple of the 2 micro-batches")
+            for launcher in ("lightning", "torchrun")
+        ),
+        (
+            "torchrun",
+            "task.parallel.sequence=3",
+            "task.parallel.sequence=3 must divide the number of ranks, which is 2",
+        ),
+        ("lightning", "task.parallel.sequence=2", "task.parallel.sequence=2: over=layer needs all heads on one rank"),
+    ],
+)
+def test_an_error_of_all_ranks_is_reported_once(training, tiny_overrides, tmp_path, launcher, setting, told):
     # found out when both ranks stand
-    words = [*command(launcher), *tiny_overrides, f"output_dir={training.output}", "trainer=ddp", "data.batch_size=3"]
+    words = [*command(launcher), *tiny_overrides, f"output_dir={training.output}", "trainer=ddp", setting]
+    words += ["attention.over=layer"] if "sequence=2" in setting else []
     if launcher == "lightning":
         status, err = in_a_fork(words[1:], tmp_path)
     else:
@@ -441,7 +456,7 @@ def test_an_error_of_all_ranks_is_reported_once(training, tiny_overrides, tmp_pa
         status, err = result.returncode, result.stderr
     assert status == 1
     assert err.count("error: ") == 1
-    assert "error: data.batch_size=3 must be a multiple of the 2 micro-batches" in err
+    assert f"error: {told}" in err
     # torchrun adds one of its own
     assert "vsa/training" not in err
     assert launcher == "torchrun" or "Traceback" not in err
