@@ -22,6 +22,7 @@ from vsa.data.codecs import WanVAE
 from vsa.errors import usable_device
 from vsa.evaluation.certificate.transformer import Transformer
 from vsa.evaluation.comparison.agreement import SHOWN_FRAMES
+from vsa.evaluation.comparison.class_pipelines import KNOWN, ClassPipelineModel
 from vsa.evaluation.comparison.exported import ExportedModel
 from vsa.evaluation.comparison.folder import TILE, capture_clips, measure_captures
 from vsa.evaluation.comparison.methods import AS_TRAINED, Method, parse_method, parse_methods
@@ -158,8 +159,10 @@ class Subject:
     def recall(self) -> list[dict[str, Any]]:
         """Rows of `measure`, dense attention first, of clips in some layers at some timesteps."""
         model, asked = self._model, self._compared
-        if asked.clips is not None:
-            clips: list[str | Clip] = [*clip_names(asked.clips, asked.most_clips)]
+        if isinstance(model, ClassPipelineModel):
+            clips: list[str | Clip] = [self.prompts[0]]
+        elif asked.clips is not None:
+            clips = [*clip_names(asked.clips, asked.most_clips)]
         else:
             prompt = self.prompts[0]
             with progress_bar("sampling a dense clip", model.settings.steps, transient=True) as advance:
@@ -208,8 +211,8 @@ class Subject:
     def _missing(self) -> dict[str, str]:
         asked, pipeline = self.asked, self.pipeline
         reason, own = None, next(iter(self.transformers.values())).class_name
-        if own != WAN.name:
-            reason = f"pipelines are known for {WAN.name}, this is a {own}"
+        if own != WAN.name and (unknown := self._unknown(own)) is not None:
+            reason = unknown
         elif pipeline is None:
             reason = "needs a VAE and a text encoder, name the Wan pipeline with --pipeline"
         elif self.method is not None and pipeline != asked.model:
@@ -217,14 +220,25 @@ class Subject:
         elif (index := Path(pipeline) / "model_index.json").is_file():
             name = read_json(index).get("_class_name")
             lacking = [part for part in ("vae", "text_encoder") if not (Path(pipeline) / part).is_dir()]
-            if name != PIPELINE:
+            if name not in (PIPELINE, *KNOWN):
                 reason = f"needs a {PIPELINE}, {pipeline} is a {name}"
             elif lacking:
                 reason = f"{pipeline} has no {' and no '.join(lacking)}"
         if reason is not None:
             return {RECALL: reason, RENDERS: reason}
+        if own != WAN.name and not self.prompts:
+            return {RECALL: "needs --prompt for this class", RENDERS: "needs prompts, --prompt or --prompts"}
         missing = {} if self.prompts else {RENDERS: "needs prompts, --prompt or --prompts"}
         return missing if self.prompts or asked.clips else {RECALL: "needs --clips, or --prompt", **missing}
+
+    def _unknown(self, class_name: str) -> str | None:
+        """Why a class other than Wan's is neither rendered nor has its recall measured; None: it is."""
+        index = local_folder(self.pipeline or self.asked.model) / "model_index.json"
+        name = read_json(index).get("_class_name") if index.is_file() else "no pipeline"
+        if name not in KNOWN:
+            known = ", ".join((PIPELINE, *KNOWN))
+            return f"known for {known}, whose rows hold the video alone; this is {class_name} in {name}"
+        return None if self.method is not None else f"exports are rendered in a {PIPELINE} only, this is {class_name}"
 
     @cached_property
     def _compared(self) -> CompareSettings:
@@ -239,6 +253,13 @@ class Subject:
     @cached_property
     def _model(self) -> PipelineModel:
         assert self.pipeline is not None
+        methods = [*parse_methods([]), *([] if self.method is None else [self.method])]
+        first = next(iter(self.transformers.values()))
+        if first.class_name != WAN.name:
+            options = {"dtype": getattr(torch, self.dtype), "device": self.device}
+            own = ClassPipelineModel(self.pipeline, latents=self.latents, grid=first.grid, **options)
+            own.prepare(methods, self._compared)
+            return own
         sparse = {} if self.method is not None else {name: str(t.folder) for name, t in self.transformers.items()}
         pipe = open_pipeline(
             self.pipeline,
@@ -253,7 +274,7 @@ class Subject:
             model: PipelineModel = ExportedModel(pipe, codec, sparse=sparse, latents=self.latents)
         else:
             model = PipelineModel(pipe, codec, source=self.pipeline, latents=self.latents)
-        model.prepare([*parse_methods([]), *([] if self.method is None else [self.method])], self._compared)
+        model.prepare(methods, self._compared)
         return model
 
 

@@ -116,11 +116,20 @@ class PipelineModel(ComparedModel):
         models, seeds = transformers(self.pipe), clip_seeds(self.seed, prompts).tolist()
         densities, clock, latents = _Densities(), _Clock(), []
         with clock.of(models), self._attending(method, plan, densities.add):
-            videos = generate_videos(
-                self.pipe, prompts, seeds=seeds, progress=progress, keep=latents.append, **self.settings._asdict()
-            )
+            videos = self._videos(prompts, seeds, progress, latents.append)
         # seconds of the passes of the transformers, without what measuring the densities takes
         return Sampled(videos, torch.cat(latents), fmean(densities.calls), clock.seconds - densities.seconds)
+
+    def _videos(
+        self,
+        prompts: Sequence[str],
+        seeds: Sequence[int],
+        progress: Callable[[int], None],
+        keep: Callable[[Tensor], None],
+    ) -> Tensor:
+        """See `generate_videos`."""
+        clip = self.settings._asdict()
+        return generate_videos(self.pipe, prompts, seeds=seeds, progress=progress, keep=keep, **clip)
 
     def _capturing(self, add: Watcher) -> AbstractContextManager[None]:
         """The attention whose q, k and v are captured, each of whose calls is passed to `add`."""
@@ -140,7 +149,7 @@ class PipelineModel(ComparedModel):
 
 def transformers(pipe: Any) -> list[Any]:
     """The networks of a pipeline: one, or those of high and of low noise (Wan2.2)."""
-    return [model for model in (pipe.transformer, pipe.transformer_2) if model is not None]
+    return [model for model in (pipe.transformer, getattr(pipe, "transformer_2", None)) if model is not None]
 
 
 def transformer_at(pipe: Any, timestep: float) -> Any:
