@@ -23,13 +23,14 @@ QUICK = [
     ("dynamic_hilbert", {"tokens": 8, "sub_tokens": 4, "padding": "zeros", "allow_training": True}),
     ("video_sparse", {"rule": "top_p", "top_p": 0.5, "over": "layer"}),
     ("neighborhood", TILED),
+    ("sla", {"linear": "marginal", "tile_thw": (2, 2, 2), "partition": "cube"}),
 ]
 PASSES = ({}, {"dense": True, "topk": 100})
 
 
 # heads that are computed together, whatever the ranks, and methods that need all queries of a head
 TOGETHER = ({"score": "random"}, {"over": "layer"})
-WHOLE_NAMES = ("fine_grained", "llsa", "spatial", "spargeattention2", "staged", "strided_window", "vsa2")
+WHOLE_NAMES = ("fine_grained", "llsa", "sla", "spatial", "spargeattention2", "staged", "strided_window", "vsa2")
 WHOLE = ({"order": 2}, {"levels": 2}, {"over": "head"})
 
 

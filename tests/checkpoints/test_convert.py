@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from tests.commands import run_command
 from tests.states import rewrite_state
 from vsa.attention.full import FullAttention
+from vsa.attention.sparse_linear import SparseLinearAttention
 from vsa.attention.video_sparse import VideoSparseAttention
 from vsa.checkpoints.run_checkpoint import resolve_checkpoint, write_checkpoint
 from vsa.checkpoints.run_folder import check_folder
@@ -23,7 +24,7 @@ from vsa.checkpoints.tensor_state import load_model_tensors
 from vsa.checkpoints.verify import verify_export
 from vsa.checkpoints.wan import export_pretrained, sparse_settings
 from vsa.checkpoints.wan_config import transformer_config
-from vsa.checkpoints.wan_names import diffusers_to_wan, is_gate, wan_to_diffusers
+from vsa.checkpoints.wan_names import diffusers_to_wan, is_gate, wan_config, wan_to_diffusers
 from vsa.checkpoints.weight_files import WeightFiles
 from vsa.checkpoints.weight_source import open_network, open_weights
 from vsa.cli import convert as cli
@@ -239,6 +240,32 @@ def test_fastvideo_to_ours_and_back(tmp_path):
     assert same_tensors(tmp_path / "back", model)
     assert json_of(tmp_path / "back/config.json") == json_of(tmp_path / "fv/config.json")
     assert read_sparse_config(tmp_path / "back") == info.sparse
+
+
+def test_turbo_wan_to_ours(tmp_path):
+    """Wan's names and SLA's projections, as TurboDiffusion names them."""
+    model = random_model(partial(SparseLinearAttention, tile_thw=(1, 1, 64), partition="raster_run"))
+    turbo = ("proj_l", "self_attn.attn_op.local_attn.proj_l")
+    tensors = {
+        key.replace(*turbo) if ".proj_l." in key else diffusers_to_wan(key): value
+        for key, value in model.state_dict().items()
+    }
+    assert sum("local_attn.proj_l." in key for key in tensors) == 4
+    (tmp_path / "turbo").mkdir()
+    save_file(tensors, tmp_path / "turbo/diffusion_pytorch_model.safetensors")
+    (tmp_path / "turbo/config.json").write_text(json.dumps(wan_config(transformer_config(model))))
+    with pytest.raises(ValueError, match=r"sparse_attention\.json is missing"):
+        open_network(tmp_path / "turbo")
+    convert(tmp_path / "turbo", tmp_path / "a", "--sparsity", 0.9, "--grid", 8, 16, 12)
+    assert same_tensors(tmp_path / "a", model)
+    network, info = open_network(tmp_path / "a")
+    assert info.sparse is not None
+    # 1536 tokens
+    assert (info.sparse.method, info.sparse.num_tiles, info.sparse.grid_topk) == ("sparse_linear", (24,), ((3, 3),))
+    assert network.attention_layers[0].settings() == model.attention_layers[0].settings()
+    # back to Wan's names, with its description
+    convert(tmp_path / "a", tmp_path / "wan", "--to", "wan")
+    assert set(WeightFiles(tmp_path / "wan").keys) == set(tensors)
 
 
 # our runs

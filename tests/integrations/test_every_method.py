@@ -35,6 +35,7 @@ SETTINGS = {
     "fine_grained": [("q_tokens=16", "kv_tokens=4", "top_p=0.3")],
     "neighborhood": [("window_thw=[1.0,0.5,3]", "stride_thw=[1,1,1]", "causal_thw=[true,false,false]")],
     "pooled_tail": [(), ("score=mass", "order=2"), (f"score={SUBBLOCK}", "score_thw=[1,2,2]", "block_order=raster")],
+    "sla": [("tile_thw=[1,1,16]",), ("tile_thw=[2,2,2]", "partition=cube", "linear=marginal")],
     "sparge": [("q_tokens=16", "kv_tokens=8", "tau=0.4", "theta=-1.0"), ("q_tokens=8", "kv_tokens=8", "rule=topk")],
     "spargeattention2": [("tile_thw=[1,1,16]", "kv_tile_thw=[1,1,8]")],
     "staged": [

@@ -12,6 +12,7 @@ from vsa.attention.fine_grained.method import FineGrainedAttention
 from vsa.attention.grouped import GroupedAttention
 from vsa.attention.neighborhood.method import NeighborhoodAttention
 from vsa.attention.pooled_tail import PooledTail
+from vsa.attention.sparse_linear import SparseLinearAttention
 from vsa.attention.staged import StagedAttention
 from vsa.attention.video_sparse import VideoSparseAttention
 from vsa.models.pair_tally import PairTally
@@ -32,6 +33,7 @@ METHODS = {
         VideoSparseAttention, tile_thw=(2, 2, 2), rule="larger_of_both", top_p=0.1, over="layer"
     ),
     "two levels": partial(PooledTail, tile_thw=(2, 2, 2), levels=2, node_thw=(4, 4, 4), tail="double_count"),
+    "linear": partial(SparseLinearAttention, tile_thw=(2, 2, 2), linear="marginal"),
     "groups": partial(GroupedAttention, groups=[(1, "all", "all"), ("all", 1, 1)]),
     "pooled keys": CompressedKV,
     # shares and tokens, a fine mask and none, 30 tokens in tiles of 64 and of 8

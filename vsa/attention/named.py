@@ -16,6 +16,7 @@ from vsa.attention.grouped import GroupedAttention
 from vsa.attention.neighborhood.method import NeighborhoodAttention
 from vsa.attention.pooled_tail import PooledTail
 from vsa.attention.sparge.method import SpargeAttention
+from vsa.attention.sparse_linear import SparseLinearAttention
 from vsa.attention.staged import StagedAttention
 from vsa.attention.tiling import Grid
 from vsa.attention.video_sparse import VideoSparseAttention
@@ -27,6 +28,7 @@ NAMED: Mapping[str, type[AttentionMethod]] = {
     "fine_grained": FineGrainedAttention,
     "dynamic_hilbert": DynamicHilbertAttention,
     "pooled_tail": PooledTail,
+    "sparse_linear": SparseLinearAttention,
     "compressed_kv": CompressedKV,
     "grouped": GroupedAttention,
     "staged": StagedAttention,

@@ -18,8 +18,10 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor
 
+from vsa.attention.base import AttentionMethod
 from vsa.attention.kept_tiles import Budget
 from vsa.attention.named import NAMED, unusual
+from vsa.attention.sparse_linear import SparseLinearAttention
 from vsa.attention.video_sparse import VideoSparseAttention
 from vsa.checkpoints.adapter_files import AdapterForm, write_adapters
 from vsa.checkpoints.golden import write_golden
@@ -51,6 +53,8 @@ Target = Literal[Layout, "run", "lora-diffusers", "lora-comfyui", "lora-musubi"]
 FASTVIDEO_TILE = (4, 4, 4)
 H3_GATES = {"gate_bias": False, "coarse_text": True}
 """Settings of gates without bias, as in the published students of MiniMax-H3."""
+TURBO_WAN = {"linear": "all", "tile_thw": (1, 1, 64), "partition": "raster_run"}
+"""Settings with which TurboDiffusion trains SLA; its inference has other blocks by device."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,8 +159,11 @@ def _sparse_of_options(source: WeightSource, gates: list[str], options: Conversi
     settings: dict[str, Any] = {"tile_thw": FASTVIDEO_TILE, "fine_gate": any("to_gate_fine" in key for key in gates)}
     if not any(key.endswith(".bias") for key in gates):
         settings |= H3_GATES
+    method: type[AttentionMethod] = VideoSparseAttention
+    if any(".proj_l." in key for key in gates):
+        method, settings = SparseLinearAttention, TURBO_WAN
     with without_memory():
-        model = network_of(source.config, partial(VideoSparseAttention, **settings))
+        model = network_of(source.config, partial(method, **settings))
     latents = [n * p for n, p in zip(options.grid, model.patch_size, strict=True)]
     num_tiles = model.layout_for((model.in_channels, *latents), "cpu").num_video_tiles
     topk = Budget(options.topk, options.sparsity).wanted(num_tiles)

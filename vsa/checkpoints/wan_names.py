@@ -44,12 +44,15 @@ _BLOCK = {
     "scale_shift_table": "modulation",
     "to_gate_compress": "to_gate_compress",
     "to_gate_fine": "to_gate_fine",
+    # of SLA, in TurboDiffusion's checkpoints
+    "proj_l": "self_attn.attn_op.local_attn.proj_l",
 }
 _TOP_BACK = {wan: ours for ours, wan in _TOP.items()}
 _BLOCK_BACK = {wan: ours for ours, wan in _BLOCK.items()}
 
 _BLOCK_KEY = re.compile(r"(blocks\.\d+\.)(.+)$")
-_GATE_KEY = re.compile(r"\w*blocks\.\d+\.(attn\.)?(to_gate_\w+|to_pool(_[qkv])?\.convs?(\.\d+)?)\.(weight|bias)$")
+_EXTRA = r"to_gate_\w+|to_pool(_[qkv])?\.convs?(\.\d+)?|proj_l"
+_GATE_KEY = re.compile(rf"\w*blocks\.\d+\.(attn\.)?({_EXTRA})\.(weight|bias)$")
 _UNUSED_KEY = re.compile(r"blocks\.\d+\.attn2\.norm_added_q\.weight$")
 
 
@@ -118,8 +121,8 @@ def config_of_wan(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...
 
 
 def is_gate(key: str) -> bool:
-    """Whether a tensor belongs to a sparse attention method: to a gate (`blocks.N.to_gate_compress.weight`) or to a
-    pooling with weights (`blocks.N.to_pool_q.conv.weight`)."""
+    """Whether a tensor belongs to a sparse attention method: to a gate (`blocks.N.to_gate_compress.weight`), to a
+    pooling with weights (`blocks.N.to_pool_q.conv.weight`) or to SLA's projection (`blocks.N.proj_l.weight`)."""
     return _GATE_KEY.match(key) is not None
 
 
