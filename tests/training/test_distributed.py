@@ -20,6 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
+from torch.distributed.fsdp import FSDPModule
 
 import vsa.checkpoints.run_checkpoint as checkpointing
 import vsa.data.plan_datamodule as plan_datamodule
@@ -298,6 +299,32 @@ def test_accumulated_gradients_are_reduced_once_a_step(training):
     assert run_ranks(2, on_rank)[0] == [[False, True] * 2, [True, True] * 2]
     for run in ("each_False", "each_True"):
         assert largest_difference(training.tensors("one"), training.tensors(run)) < 1e-6
+
+
+def test_state_in_the_memory_of_the_host_is_the_same(training):
+    few = (*COMMON, "model.num_layers=1", "trainer.val_check_interval=1000")
+    few += ("trainer=fsdp", "trainer.accelerator=cpu", "trainer.accumulate_grad_batches=2")
+    policies: list[str] = []
+
+    class Places(L.Callback):
+        def on_train_start(self, trainer, pl_module):
+            groups = [m._get_fsdp_state()._fsdp_param_group for m in pl_module.modules() if isinstance(m, FSDPModule)]
+            policies.extend(type(group.offload_policy).__name__ for group in groups if group is not None)
+
+    def on_rank(rank: int) -> set[str]:
+        training(*few, "run=here")
+        half = training.folder("here") / "checkpoints" / "step-00000003"
+        host = (*few, "task.parallel.offload=true")
+        training(*host, "run=host", callbacks=(Places(),))
+        training(*host, "run=resumed", f"ckpt_path={half}", callbacks=(Places(),))
+        return set(policies)
+
+    assert run_ranks(2, on_rank) == [{"CPUOffloadPolicy"}] * 2
+    for run in ("host", "resumed"):
+        assert largest_difference(training.tensors("here"), training.tensors(run)) == 0
+    assert training.metrics("host") == training.metrics("here")
+    with pytest.raises(ValueError, match="offload=true is for FSDP2: set trainer=fsdp"):
+        training(*COMMON, "task.parallel.offload=true", "run=one")
 
 
 # checkpoints

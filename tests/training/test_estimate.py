@@ -27,7 +27,7 @@ from vsa.models.video_dit import VideoDiT
 from vsa.training.estimate.block import BlockShape, kept_bytes, turn_bytes
 from vsa.training.estimate.gpus import GIB, GPUS, known_gpu
 from vsa.training.estimate.job import TRAINING, Job, PlannedNetwork
-from vsa.training.estimate.predict import fitting, memory, step_seconds, total_memory, whole_memory
+from vsa.training.estimate.predict import fitting, host_bytes, memory, step_seconds, total_memory, whole_memory
 from vsa.training.estimate.run import Estimate, _visible
 from vsa.training.train import check_run
 
@@ -224,6 +224,14 @@ def test_state_is_what_the_parameters_say():
     assert summed["gradients"] == 4 * count
     reduced = memory(replace(job, dims=ParallelDims(shard=4), micro_batches=2, level="full", reduce_each=True))
     assert sum(reduced.values()) < sum(summed.values())
+    # what the host holds is not on the GPU, and gradients pass through it by blocks
+    split = replace(job, dims=ParallelDims(shard=4), level="full")
+    host = replace(split, offloaded=True)
+    assert host_bytes(host) == 20 * count / 4
+    assert host_bytes(split) == 0
+    assert memory(host).keys().isdisjoint({"parameters", "optimizer moments", "averaged weights"})
+    assert total_memory(split) - total_memory(host) > 12 * count / 4
+    assert 0 < memory(host)["gradients"] < 4 * count / 4
 
 
 def test_the_largest_micro_batch_is_the_largest():

@@ -50,6 +50,7 @@ CLASS = (
             1,
             "task.parallel.sequence=64: a sample of (4, 8, 8) tokens has 4 query tiles to divide",
         ),
+        (("trainer=fsdp", "trainer.devices=2", "task.parallel.offload=true"), 0, "  beside it, of the host  "),
         (("data.batch_size=1",), 0, "each GPU: 1 sample a micro-batch, 1 micro-batch a step"),
     ],
 )

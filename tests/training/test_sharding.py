@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import weakref
 from functools import partialmethod
+from pathlib import Path
 
+import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,16 +16,21 @@ from safetensors.torch import save_file as library_save_file
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, record_function
 
 import vsa.checkpoints.run_checkpoint as checkpointing
 from tests.training.ranks import run_ranks
 from vsa.attention.full import FullAttention
 from vsa.attention.video_sparse import VideoSparseAttention
 from vsa.checkpoints.tensor_parts import own_parts
+from vsa.checkpoints.wan import export_pretrained
+from vsa.config import model_factory
+from vsa.models.init import without_memory
 from vsa.models.sharding import local, whole
 from vsa.models.video_dit import VideoDiT
 from vsa.training.parallel import ParallelPlan, build_model, parallelize
+
+MARK = "weights are loaded"
 
 
 def make_model(init: str, *, heads: int = 2, layers: int = 2, dense: bool = False) -> VideoDiT:
@@ -85,16 +91,38 @@ def test_sharded_weights_start_as_unsharded_ones(init):
     assert any(not torch.equal(p, expected[n]) for n, p in make_model(init).named_parameters())
 
 
+def peaks_of(function, folder: Path | None = None) -> list[int]:
+    """The most bytes of tensors that a function holds at once, as the allocator counts them, up to every `MARK`.
+
+    The maps of files below `folder`, which it counts with their whole size, are left out.
+    """
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
+        function()
+    maps = {path.stat().st_size for path in folder.rglob("*.safetensors")} if folder is not None else set()
+    peaks, held = [0], 0
+    for event in sorted(prof.profiler.kineto_results.events(), key=lambda e: e.start_ns()):
+        if event.name() == "[memory]" and abs(event.nbytes()) not in maps:
+            held += event.nbytes()
+            peaks[-1] = max(peaks[-1], held)
+        elif event.name() == MARK:
+            peaks.append(0)
+    return peaks
+
+
+class Mark(L.Callback):
+    """Begins the next part of `peaks_of` when weights and moments are loaded."""
+
+    def on_train_start(self, trainer, pl_module):
+        with record_function(MARK):
+            pass
+
+
 def test_no_rank_ever_holds_the_whole_model():
     def build() -> VideoDiT:
         return make_model("wan", heads=32, layers=6, dense=True)
 
     def peak_of(function) -> int:
-        """The most bytes of tensors that a function holds at once, as the allocator counts them."""
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
-            function()
-        events = [e for e in prof.profiler.kineto_results.events() if e.name() == "[memory]"]
-        return max(itertools.accumulate(e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())))
+        return max(peaks_of(function))
 
     def on_rank(rank: int) -> int:
         dist.init_process_group("gloo")
@@ -106,6 +134,48 @@ def test_no_rank_ever_holds_the_whole_model():
     assert max(run_ranks(2, on_rank)) < 0.75 * size
     # control: a whole model is above that bar
     assert run_ranks(1, lambda rank: peak_of(build))[0] >= size
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("offload", [False, True])
+def test_a_run_never_holds_the_whole_model_on_a_rank(training, offload):
+    """From weights in several files over a step, a save and a resume; moments come with the first step."""
+    shape = ("model.num_attention_heads=8", "model.attention_head_dim=24", "model.ffn_dim=768", "model.num_layers=10")
+    common = (
+        *shape,
+        "model.absolute_positions=false",
+        "callbacks.ema=null",
+        "callbacks.throughput=null",
+        "data.val_fraction=0",
+    )
+    common += ("task.parallel.activation_checkpointing=full", "callbacks.checkpoint.every_n_steps=1")
+    dense = model_factory(training.config(*common, "attention=full", "~attention.tile_thw"))()
+    folder = export_pretrained(dense, training.output / "dense", sparse=None, max_shard_bytes=2**22)
+    assert (folder / "diffusion_pytorch_model.safetensors.index.json").exists()
+    common += ("task=finetune", "start=dense", f"init_from={folder}")
+
+    def peaks(ranks: int, *settings: str) -> list[list[int]]:
+        """Of each rank, of its start, of its first step and save, and the same of a resume."""
+
+        def run(*more: str) -> list[list[int]]:
+            words = (*common, *settings, *more)
+            return run_ranks(ranks, lambda _: peaks_of(lambda: training(*words, callbacks=(Mark(),)), training.output))
+
+        begun, resumed = run("trainer.max_steps=1"), run("trainer.max_steps=2", "ckpt_path=last")
+        return [[*first, *second] for first, second in zip(begun, resumed, strict=True)]
+
+    sharding = ("trainer=fsdp", "trainer.accelerator=cpu", f"task.parallel.offload={str(offload).lower()}")
+    ranks, (one,) = peaks(2, *sharding, "run=ranks"), peaks(1, "run=one")
+    with without_memory():
+        model = model_factory(training.config(*common))()
+    size = 4 * sum(p.numel() for p in model.parameters())
+    # weights, then their gradients and moments; a half of each, beside it what is read or gathered at once
+    tensor = 4 * max(p.numel() for p in model.parameters())
+    bars = (0.5 * size + 3 * tensor, 2.75 * size, 1.5 * size + 3 * tensor, 2.75 * size)
+    for own in ranks:
+        assert all(peak < bar for peak, bar in zip(own, bars, strict=True)), (own, bars)
+    # control: one process is above each bar
+    assert all(peak > bar for peak, bar in zip(one, bars, strict=True)), (one, bars)
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -26,10 +26,16 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def sharded(module: Module, mesh: DeviceMesh | None) -> Module:
+def offloading(offload: bool, device_type: str) -> OffloadPolicy:
+    """Where shards stay between their uses: in the memory of the host, page-locked beside a GPU, or on the device."""
+    return CPUOffloadPolicy(pin_memory=device_type == "cuda") if offload else OffloadPolicy()
+
+
+def sharded(module: Module, mesh: DeviceMesh | None, *, offload: bool = False) -> Module:
     """The module with its parameters sharded over `mesh`, also after a forward without backward; None: unchanged."""
     if mesh is not None:
-        fully_shard(module.to(mesh.device_type), mesh=mesh, reshard_after_forward=True)
+        policy = offloading(offload, mesh.device_type)
+        fully_shard(module.to(mesh.device_type), mesh=mesh, reshard_after_forward=True, offload_policy=policy)
     return module
 
 

@@ -41,8 +41,10 @@ class Gan:
         if not self.layers or len(set(self.layers)) < len(self.layers):
             raise ValueError(f"gan.layers must name blocks of the critic, each once, got {list(self.layers)}")
 
-    def build(self, dim: int, num_layers: int, *, seed: int, mesh: DeviceMesh | None) -> Discriminator:
-        """The classifier on features of width `dim`, sharded over `mesh`."""
+    def build(
+        self, dim: int, num_layers: int, *, seed: int, mesh: DeviceMesh | None, offload: bool = False
+    ) -> Discriminator:
+        """The classifier on features of width `dim`, sharded over `mesh`, as `vsa.models.sharding.sharded` does."""
         outside = [layer for layer in self.layers if not 0 <= layer < num_layers]
         if outside:
             raise ValueError(f"gan.layers must be layers of the critic, 0 to {num_layers - 1}, got {outside}")
@@ -50,7 +52,7 @@ class Gan:
         with torch.random.fork_rng(devices=[]), torch.device("cpu"):
             torch.manual_seed(seed)
             # it is small, and computes in fp32 whatever the critic's dtype
-            return sharded(Discriminator(dim, self.layers), mesh)
+            return sharded(Discriminator(dim, self.layers), mesh, offload=offload)
 
 
 class Discriminator(nn.Module):

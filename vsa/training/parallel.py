@@ -12,10 +12,9 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from vsa.attention.sequence import SequenceRanks
 from vsa.data.parallel_dims import ParallelDims
@@ -24,15 +23,14 @@ from vsa.models.compute_dtype import compute_in, hold_rounded
 from vsa.models.init import without_memory
 from vsa.models.network import Network
 from vsa.models.recompute import LEVELS, Level
-from vsa.models.sharding import local, place
+from vsa.models.sharding import local, offloading, place
 from vsa.settings import AtLeastOne, Positive, validated
+from vsa.training.fills import Fills
 from vsa.training.hosts import connect_hosts
 from vsa.training.lightning_compat import MeshStrategy, stop_watching
 from vsa.training.out_of_memory import out_of_memory_line
 from vsa.training.run_state import LEVEL
 from vsa.training.watch import RankMonitor, Timeouts
-
-aten = torch.ops.aten
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +49,8 @@ class ParallelPlan:
             once and not at every use, with half the memory and the same results; on one device.
         sequence: number of consecutive ranks that share a sample, each with some of its tokens and, in attention, some
             of the heads; it divides the number of ranks.
+        offload: whether parameters, gradients, moments and averages stay in the memory of the host and the optimizer
+            runs there, with FSDP2; a GPU holds the layers that it computes.
     """
 
     activation_checkpointing: Literal["auto", "none", "attention", "attention_mlp", "full"] = "auto"
@@ -58,6 +58,7 @@ class ParallelPlan:
     compute_dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     frozen: Literal["float32", "rounded"] = "float32"
     sequence: AtLeastOne = 1
+    offload: bool = False
 
     @property
     def level(self) -> Level:
@@ -99,6 +100,8 @@ def parallelize(model: Network, mesh: DeviceMesh | None, plan: ParallelPlan, dev
     if plan.compile:
         model.compile_blocks()
     if mesh is None:
+        if plan.offload:
+            raise ValueError("task.parallel.offload=true is for FSDP2: set trainer=fsdp, which one GPU takes too")
         compute_in(model, low)
         if low is not None and plan.frozen == "rounded":
             hold_rounded(model, low)
@@ -107,10 +110,11 @@ def parallelize(model: Network, mesh: DeviceMesh | None, plan: ParallelPlan, dev
     else:
         reduced = torch.float32 if low else None
         policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=reduced, cast_forward_inputs=False)
+        stay = offloading(plan.offload, device_type)
         for block in model.blocks:
-            fully_shard(block, mesh=mesh, mp_policy=policy)
+            fully_shard(block, mesh=mesh, mp_policy=policy, offload_policy=stay)
         # also reshard the root after its forward, since averages and checkpoints read shards at any time
-        fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+        fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=stay, reshard_after_forward=True)
 
 
 def every_parameter(name: str) -> bool:
@@ -153,7 +157,7 @@ def build_model(
             model = make()
         values = {}
     else:
-        fills = _Fills(draws=initialise is every_parameter)
+        fills = Fills(draws=initialise is every_parameter)
         with torch.device("meta"), fills:
             model = make()
         # sharding replaces the parameters
@@ -161,7 +165,7 @@ def build_model(
     parallelize(model, mesh, plan, device_type)
     model.sequence = sequence
     with _named_when_too_large(model):
-        model.to_empty(device=torch.get_default_device() if mesh is None else device_type)
+        model.to_empty(device=torch.get_default_device() if mesh is None else "cpu" if plan.offload else device_type)
     parameters = dict(model.named_parameters())
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         for name, value in values.items():
@@ -179,60 +183,6 @@ def _named_when_too_large(model: Network) -> Iterator[None]:
         if not is_out_of_memory(error):
             raise
         raise ValueError(too_large(lambda: model, error)) from error
-
-
-class _Fills(TorchDispatchMode):
-    """Records how tensors on the meta device were last filled.
-
-    Args:
-        draws: whether random values are drawn and discarded, so that the random state advances as on a real device, and
-            every value is that of a real device. Otherwise values are drawn when they are asked for, in that order.
-    """
-
-    FUNCTIONS = (aten.normal_.default, aten.uniform_.default, aten.fill_.Scalar, aten.zero_.default)
-
-    def __init__(self, *, draws: bool):
-        super().__init__()
-        self._draws = draws
-        # by storage, which all views of a parameter share; a reference to the tensor keeps its address from being
-        # reused
-        self._last: dict[int, tuple[Tensor, Callable[[], Tensor]]] = {}
-        # one shared buffer, since freed buffers would fragment the memory between the recorded tensors
-        self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func not in self.FUNCTIONS or not args[0].is_meta:
-            return func(*args, **(kwargs or {}))
-        tensor: Tensor = args[0]
-
-        def fill() -> Tensor:
-            return func(self._buffer_for(tensor), *args[1:], **(kwargs or {}))
-
-        recorded = fill
-        if self._draws:
-            state = torch.get_rng_state()
-
-            def fill_again() -> Tensor:
-                torch.set_rng_state(state)
-                return fill()
-
-            recorded = fill_again
-            if torch.Tag.nondeterministic_seeded in func.tags:
-                fill()
-        self._last[tensor.untyped_storage()._cdata] = (tensor, recorded)
-        return tensor
-
-    def _buffer_for(self, like: Tensor) -> Tensor:
-        size = like.numel() * like.element_size()
-        if self._buffer.numel() < size:
-            self._buffer = torch.empty(size, dtype=torch.uint8, device="cpu")
-        return self._buffer[:size].view(like.dtype).view(like.shape)
-
-    def of(self, name: str, parameter: nn.Parameter) -> Callable[[], Tensor]:
-        """Function that returns the value of `parameter` on the CPU, valid until the next value is computed."""
-        tensor, recorded = self._last[parameter.untyped_storage()._cdata]
-        assert tensor.shape == parameter.shape, name
-        return recorded
 
 
 def refuse_shared_parameters(networks: Mapping[str, nn.Module]) -> None:
@@ -294,6 +244,9 @@ class ShardedDataParallel(MeshStrategy):
         if self.watch is not None:
             stop_watching()
             self.watch.starts(self.started)
+        if self.offload and self.root_device.type == "cuda":
+            # norms of shards in the memory of the hosts are summed there
+            self._process_group_backend = "cpu:gloo,cuda:nccl"
         try:
             super().setup_environment()
         except torch.distributed.DistError as error:
@@ -316,6 +269,17 @@ class ShardedDataParallel(MeshStrategy):
             self.watch.settle(exception)
             self.watch.dismiss()
         super().on_exception(exception)
+
+    @property
+    def offload(self) -> bool:
+        """Whether the module keeps its shards in the memory of the host."""
+        plan: ParallelPlan | None = getattr(self.lightning_module, "parallel", None)
+        return plan is not None and plan.offload
+
+    def model_to_device(self) -> None:
+        # all parameters are in their place, those that the host keeps too
+        if not self.offload:
+            super().model_to_device()
 
     @property
     def dims(self) -> ParallelDims:

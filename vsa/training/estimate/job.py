@@ -91,6 +91,7 @@ class Job:
         keeps_gradients: whether gradients stay allocated until the next step's backward (Lightning's own order).
         fused: whether AdamW updates without temporaries, as it does on GPUs.
         frozen_rounded: whether parameters that are not trained are held in bf16.
+        offloaded: whether the host holds parameters, gradients, moments and averages.
     """
 
     networks: Sequence[PlannedNetwork]
@@ -109,6 +110,7 @@ class Job:
     keeps_gradients: bool = True
     fused: bool = True
     frozen_rounded: bool = False
+    offloaded: bool = False
 
     @property
     def samples(self) -> int:

@@ -38,13 +38,23 @@ Parts = Mapping[str, float]
 
 def memory(job: Job) -> Parts:
     """Bytes on one rank by part, at the peak of a step, without fragmentation of the allocator."""
-    resident = {
+    resident = {} if job.offloaded else _state(job)
+    moments = [moment for n in job.networks if n.trained for moment in _moments(job, n)]
+    return {**resident, **max(moments, key=lambda parts: sum(parts.values()))}
+
+
+def _state(job: Job) -> Parts:
+    """Bytes of a rank's state between two steps."""
+    return {
         "parameters": sum(_held_parameters(n, job) for n in job.networks),
         "optimizer moments": sum(n.moment_bytes for n in job.networks) / job.dims.shard,
         "averaged weights": _held(job.networks[0].parameters, job) if job.averaged else 0.0,
     }
-    moments = [moment for n in job.networks if n.trained for moment in _moments(job, n)]
-    return {**resident, **max(moments, key=lambda parts: sum(parts.values()))}
+
+
+def host_bytes(job: Job) -> float:
+    """Bytes in the memory of the host, by rank, that `task.parallel.offload` takes from the GPU."""
+    return (sum(_state(job).values()) + sum(_held(n.trained, job) for n in job.networks)) * job.offloaded
 
 
 def whole_memory(job: Job) -> Parts:
@@ -71,13 +81,19 @@ def _moments(job: Job, network: PlannedNetwork) -> list[Parts]:
     """Bytes of a network's update at the points of a step that can be its peak."""
     blocks = job.blocks(network)
     gradients = _held(network.trained, job)
+    if job.offloaded:
+        # of the parameters that are reduced together, in bf16 and fp32, until the host has its shard
+        gradients = (HALF + SINGLE) * float(max(_together(network)))
     if job.micro_batches > 1 and job.sharded and not job.reduce_each:
         # unsharded sum until the last micro-batch
         gradients = SINGLE * float(network.trained)
     # the outermost layers, the current block and, in shards, the prefetched one
     largest = max(job.networks, key=lambda n: n.parameters) if job.sharded else network
-    outside = largest.parameters - sum(largest.block_parameters)
+    outside = _together(largest)[0]
     rounded = HALF * (outside + (1.0 + job.sharded) * max(largest.block_parameters))
+    if job.offloaded:
+        # the shards of those two blocks come in fp32
+        rounded += _held(2 * max(largest.block_parameters), job)
     if not job.sharded and job.level in ("none", "attention"):
         # layers round their parameters where they use them; what is not computed again keeps the result
         rounded = HALF * float(network.parameters)
@@ -86,7 +102,7 @@ def _moments(job: Job, network: PlannedNetwork) -> list[Parts]:
     activations = sum(layers * kept_bytes(shape, job.level) for shape, layers in blocks.items())
     one, turn = (max(count(shape, job.level) for shape in blocks) for count in (kept_bytes, turn_bytes))
     head = max(map(head_bytes, blocks))
-    begun = gradients if job.micro_batches > 1 else 0.0
+    begun = gradients if job.micro_batches > 1 or job.offloaded else 0.0
     before = gradients if job.keeps_gradients else begun
     work = {"parameters in bf16": rounded}
     return [
@@ -95,6 +111,11 @@ def _moments(job: Job, network: PlannedNetwork) -> list[Parts]:
         {**work, "gradients": gradients, "activations": one, "a block in its backward": turn},
         {"gradients": gradients} | ({} if job.fused else {"AdamW's temporaries": _held(network.trained, job)}),
     ]
+
+
+def _together(network: PlannedNetwork) -> list[int]:
+    """Numbers of parameters that FSDP2 gathers together: those outside of the blocks, and those of every block."""
+    return [network.parameters - sum(network.block_parameters), *network.block_parameters]
 
 
 def fitting(job: Job, available: float) -> dict[Level, int]:

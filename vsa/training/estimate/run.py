@@ -16,7 +16,7 @@ from vsa.models.recompute import LEVELS, Level
 from vsa.training.budgets import budget_of
 from vsa.training.estimate.gpus import GIB, MEASURED_BY, Gpu
 from vsa.training.estimate.job import Job
-from vsa.training.estimate.predict import fitting, step_seconds, total_memory, whole_memory
+from vsa.training.estimate.predict import fitting, host_bytes, step_seconds, total_memory, whole_memory
 
 MARGIN = 0.02
 """Fraction of a GPU's memory that `auto` leaves free: the largest error of a measured run's estimate."""
@@ -53,6 +53,7 @@ def _jobs_of(
         "chip": chip,
         "compiled": bool(cfg.task.parallel.get("compile", False)),
         "frozen_rounded": cfg.task.parallel.get("frozen") == "rounded",
+        "offloaded": bool(cfg.task.parallel.get("offload", False)),
     }
     total = sum(shapes.values())
 
@@ -115,6 +116,11 @@ class Estimate:
     def needed(self) -> float:
         """Bytes needed on a GPU."""
         return total_memory(self.largest)
+
+    @property
+    def timed(self) -> bool:
+        """Whether the time of a step is known."""
+        return not self.gpu.lacks and not self.largest.offloaded
 
     @property
     def fits(self) -> bool:
@@ -206,7 +212,7 @@ def short_lines(estimate: Estimate) -> list[str]:
         f"estimate: {gib(estimate.needed)} of {gib(estimate.gpu.memory)} GiB of each {estimate.gpu.name} "
         f"(activation_checkpointing={_told_level(estimate)}, {_count(job.batch, 'sample')} a micro-batch)"
     )
-    if not estimate.gpu.lacks:
+    if estimate.timed:
         line += f", {sum(estimate.seconds().values()):.3g} s a step"
         if estimate.steps > 0:
             line += f", {estimate.run_seconds() / 3600 * job.dims.ranks:.3g} GPU-hours for {estimate.steps} steps"
@@ -243,11 +249,14 @@ def full_lines(name: str, estimate: Estimate, dense: Callable[[Job], Job] | None
         f"{'memory of a GPU':34} GiB",
         *_rows(whole_memory(job), GIB),
         f"  {'sum':30} {gib(estimate.needed):>7}  of {gib(gpu.memory)}",
+        *([f"  {'beside it, of the host':30} {gib(host_bytes(job)):>7}"] if job.offloaded else []),
         "",
     ]
     if network.model.diffusers_config() is not None:
         lines[-1:] = [f"activations and times are those of Wan's blocks in the sizes of {network.model.title}", ""]
-    if estimate.gpu.lacks:
+    if job.offloaded:
+        lines.append("time: not estimated with task.parallel.offload=true, of which no step was measured")
+    elif estimate.gpu.lacks:
         lines.append(f"time: {gpu.name} lacks measured rates; a row of vsa/training/estimate/gpus.py holds them")
         lacks = [*gpu.lacks, *(["link_bytes"] if job.dims.ranks > 1 and gpu.link_bytes is None else [])]
         lines += [f"  {name:22} {MEASURED_BY[name]}" for name in lacks]
@@ -261,7 +270,7 @@ def full_lines(name: str, estimate: Estimate, dense: Callable[[Job], Job] | None
         if job.dims.ranks > 1 and gpu.link_bytes is None:
             lines.append(f"communication is not counted: {gpu.name} lacks link_bytes ({MEASURED_BY['link_bytes']})")
     lines += ["", *_levels(estimate)]
-    if not estimate.gpu.lacks and estimate.steps > 0:
+    if estimate.timed and estimate.steps > 0:
         hours = estimate.run_seconds() / 3600
         lines += ["", f"the run: {estimate.steps} steps, {hours:.3g} hours, {hours * job.dims.ranks:.3g} GPU-hours"]
     return lines
@@ -285,7 +294,7 @@ def _rows(parts: Mapping[str, float], unit: float) -> list[str]:
 def _levels(estimate: Estimate) -> list[str]:
     job, gpu = estimate.largest, estimate.gpu
     most = fitting(job, gpu.memory)
-    timed = not estimate.gpu.lacks
+    timed = estimate.timed
     lines = [f"{'activation_checkpointing':26} largest micro-batch  GiB here" + ("  step here, ms" if timed else "")]
     for level in LEVELS:
         line = f"  {level:24} {most[level]:19d}  {gib(total_memory(replace(job, level=level))):>8}"

@@ -60,9 +60,11 @@ class FakeScore(nn.Module):
         with torch.random.fork_rng(devices=[]):
             self.network = build_model(self.make, mesh, plan, initialise=None, sequence=sequence)
         if self._gan is not None:
-            self.discriminator = self._gan.build(self.network.dim, len(self.network.blocks), seed=seed, mesh=mesh)
+            self.discriminator = self._gan.build(
+                self.network.dim, len(self.network.blocks), seed=seed, mesh=mesh, offload=plan.offload
+            )
         if self._num_steps is not None:
-            self.steps = sharded(StepEmbedding(self._num_steps, self.network.dim), mesh)
+            self.steps = sharded(StepEmbedding(self._num_steps, self.network.dim), mesh, offload=plan.offload)
 
     @property
     def _beside(self) -> dict[str, nn.Module]:

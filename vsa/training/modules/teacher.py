@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 
 from vsa.attention.sequence import SequenceRanks
 from vsa.checkpoints.run_checkpoint import Checkpoint
@@ -124,9 +125,10 @@ class Teacher:
                 self._network.append(build_model(make, mesh, own, initialise=None, sequence=sequence))
 
     def load(self, device: torch.device) -> None:
-        """Load the weights and move the network to `device`."""
+        """Load the weights and move the network to `device`, unless it is sharded and has its place."""
         self.start.load(self.network, gates_from_dense(self.network))
-        self.network.to(device)
+        if not isinstance(self.network, FSDPModule):
+            self.network.to(device)
 
     def state(self) -> dict[str, Any]:
         """Description that identifies these weights on resume, for `state.json`."""
