@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import re
 import runpy
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -585,3 +587,25 @@ def test_copies_must_divide_the_ranks(training):
         return str(failure.value)
 
     assert run_ranks(2, on_rank) == ["trainer.strategy.replicate=3 must divide the 2 ranks"] * 2
+
+
+def test_ranks_that_do_not_fit_the_world_or_see_other_data_all_say_so(training):
+    def on_rank(rank: int) -> list[str]:
+        lines = []
+        for own in ("trainer.devices=3", f"data.toy.count={48 - rank}", f"data.seed={rank}"):
+            with pytest.raises(ValueError) as failure:
+                training("trainer=fsdp", "trainer.accelerator=cpu", own)
+            lines.append(str(failure.value))
+        return lines
+
+    first, second = run_ranks(2, on_rank)
+    assert first == second
+    assert first[0] == "trainer.devices=3 and trainer.num_nodes=1 are 3 ranks, torchrun has started 2"
+    host = re.escape(socket.gethostname())
+    for line in first[1:]:
+        assert re.fullmatch(
+            rf"rank 1 sees other data than rank 0: on {host} \d+ training samples \(plan \w{{12}}\), and on {host} "
+            r"\d+ training samples \(plan \w{12}\): every host needs the same files under the data's folders",
+            line,
+        )
+    assert not training.folder().exists()

@@ -13,7 +13,7 @@ from typing import Any
 
 import lightning as L
 import torch
-from lightning.fabric.plugins.environments import LightningEnvironment, TorchElasticEnvironment
+from lightning.fabric.plugins.environments import LightningEnvironment, SLURMEnvironment, TorchElasticEnvironment
 from lightning.pytorch.accelerators import CUDAAccelerator, MPSAccelerator
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_module, rank_zero_only
@@ -418,9 +418,23 @@ def _processes(trainer: Mapping[str, Any]) -> int:
     return local * trainer.get("num_nodes", 1)
 
 
+_LAUNCHERS: Any = (("torchrun", TorchElasticEnvironment, "WORLD_SIZE"), ("SLURM", SLURMEnvironment, "SLURM_NTASKS"))
+"""Launchers whose number of ranks Lightning takes unchecked, with its variable."""
+
+
 def _dims(trainer: Any, module: Any) -> ParallelDims:
-    """The parallel dimensions that a run of the module will have."""
-    ranks = int(os.environ["WORLD_SIZE"]) if TorchElasticEnvironment.detect() else _processes(trainer)
+    """The parallel dimensions that a run of the module will have; ValueError if a launcher started other ranks."""
+    ranks = _processes(trainer)
+    for launcher, environment, count in _LAUNCHERS:
+        if environment.detect():
+            started = int(os.environ[count])
+            if trainer["devices"] != "auto" and ranks != started:
+                raise ValueError(
+                    f"trainer.devices={trainer['devices']} and trainer.num_nodes={trainer.get('num_nodes', 1)} are "
+                    f"{ranks} ranks, {launcher} has started {started}"
+                )
+            ranks = started
+            break
     return ParallelDims.of_settings(trainer["strategy"], ranks, module.parallel.sequence)
 
 

@@ -28,7 +28,13 @@ from vsa.training.estimate.job import TRAINING, PlannedNetwork
 from vsa.training.gradients import GradientClipper, refuse_training_free
 from vsa.training.lightning_compat import continue_after
 from vsa.training.log_lines import LogLines
-from vsa.training.modules.checks import JobSize, refuse_misfit, refuse_other_data, refuse_other_noise
+from vsa.training.modules.checks import (
+    JobSize,
+    refuse_misfit,
+    refuse_other_data,
+    refuse_other_noise,
+    refuse_ranks_apart,
+)
 from vsa.training.modules.teacher import Teacher
 from vsa.training.optimizer import AdamW
 from vsa.training.parallel import ParallelPlan, build_model, every_parameter
@@ -134,6 +140,7 @@ class DiffusionModule(L.LightningModule):
             self.parallel = self._parallel.resumed(self.resume.state)
             self.check_weights(self.data)
         self.statistics = self.choose_statistics()
+        refuse_ranks_apart(self.trainer, self.data, self.statistics)
         with without_memory():
             size = JobSize(self.accumulate, self.dims, self.trainer.max_steps)
             self.check_start(self._model_factory(), self.data, size)

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import math
+import socket
 from typing import Any, NamedTuple
+
+import lightning as L
+import torch.distributed as dist
 
 from vsa.attention.sparsity import SparsitySchedule
 from vsa.checkpoints.run_checkpoint import Checkpoint
@@ -12,6 +16,7 @@ from vsa.checkpoints.weights import WeightSource
 from vsa.data.parallel_dims import ParallelDims
 from vsa.diffusion.latent_statistics import LatentStatistics
 from vsa.models.network import Network
+from vsa.training.hosts import hosts_of
 from vsa.training.run_state import refuse_missing
 
 
@@ -70,6 +75,29 @@ def refuse_misfit(model: Network, sparsity: SparsitySchedule, data: Any, size: J
         )
     # attention that selects no tiles ignores the top-k
     sparsity.check(tiles if model.selects else 1, len(model.blocks))
+
+
+def refuse_ranks_apart(trainer: L.Trainer, data: Any, statistics: LatentStatistics) -> None:
+    """Raise ValueError on all ranks if one sees other data than rank 0, as on a host with other files; a collective
+    operation.
+
+    Args:
+        trainer: trainer of the run.
+        data: data module after `setup`.
+        statistics: statistics that normalise latents.
+    """
+    if trainer.world_size == 1:
+        return
+    ranks: list[Any] = [None] * trainer.world_size
+    own = (data.plan_hash, statistics.mean.tolist(), statistics.std.tolist())
+    seen = f"on {socket.gethostname()} {sum(data.buckets.values()):,} training samples (plan {data.plan_hash[:12]})"
+    dist.all_gather_object(ranks, (own, seen), group=hosts_of(trainer.strategy))
+    for rank, (theirs, there) in enumerate(ranks):
+        if theirs != ranks[0][0]:
+            raise ValueError(
+                f"rank {rank} sees other data than rank 0: {there}, and {ranks[0][1]}: every host needs the same files "
+                "under the data's folders"
+            )
 
 
 def refuse_other_noise(weights: WeightSource, levels: tuple[float, float] | None) -> None:
