@@ -532,7 +532,7 @@ def test_the_module_has_no_second_network():
     module = FinetuneModule.__new__(FinetuneModule)
     L.LightningModule.__init__(module)
     module._teacher = Teacher(lambda: make_net(FullAttention), None)
-    module._teacher.build(None, ParallelPlan())
+    module._teacher.build(None, ParallelPlan(), None)
     assert len(list(module._teacher.network.parameters())) > 0
     assert list(module.parameters()) == []
     assert SimpleNamespace(**module.state_dict()) == SimpleNamespace()
