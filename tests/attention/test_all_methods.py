@@ -62,6 +62,7 @@ OPTIONS = {
             {"rule": "cdf", "tau": 0.5, "theta": -1.0, "order": "hilbert"},
         )
     ],
+    "nabla": [{"tile_thw": (1, 2, 2), "window_thw": (1, 1, 1), "top_p": 0.5}],
     "neighborhood": [{"window_thw": [1, 3, 3], "stride_thw": [1, 1, 1]}],
 }
 ALL = [

@@ -222,6 +222,37 @@ def test_a_preset_is_its_paper(name):
     assert (out - other).abs().max() > 1e-3
 
 
+@pytest.mark.parametrize("over", ["row", "head"])
+def test_nabla_is_its_paper(over):
+    """The tiles of a share and those of a window, in one softmax."""
+    grid, leaves = (5, 5, 7), inputs((5, 5, 7))[:3]
+    method = preset("nabla", tile_thw=(1, 2, 2), window_thw=(3, 1, 3), top_p=0.5, over=over)
+    assert preset("nabla").window_thw == (11, 3, 3)
+    places = torch.tensor([(t, h, w) for t in range(5) for h in range(3) for w in range(4)])
+    window = ((places[:, None] - places).abs() <= torch.tensor([1, 0, 1])).all(-1)
+    tiles = members(grid, (1, 2, 2))
+
+    def by_masks(top_p, window):
+        q, k, v = (x.transpose(1, 2) for x in leaves)
+        logits = scores_of(q, k, tiles, tiles).detach()
+        values = logits if over == "row" else logits.softmax(-1)
+        mask = kept_tiles(values, rule="top_p", top_p=top_p, over=over, topk=0) | window
+        tokens = tiles.T @ mask.double() @ tiles
+        logits = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(tokens == 0, -math.inf)
+        return (logits.softmax(-1) @ v).transpose(1, 2)
+
+    out = run(method, grid, leaves)
+    assert_same(out, by_masks(0.5, window), leaves)
+    # the controls: no window, another share
+    assert (out - by_masks(0.5, window & False)).abs().max() > 1e-3
+    assert (out - by_masks(0.7, window)).abs().max() > 1e-3
+    # the whole share is dense attention, here and in a dense layer
+    whole = preset("nabla", tile_thw=(1, 2, 2), window_thw=(3, 1, 3), top_p=1.0, over=over)
+    assert_same(run(whole, grid, leaves), dense_attn(*leaves), leaves)
+    dense = DenoisingPass(progress=0.0, dense=True)
+    assert_same(run(method, grid, leaves, dense=True, denoising=dense), dense_attn(*leaves), leaves)
+
+
 def test_llsa_is_its_paper():
     """Two levels, and with one its simpler form."""
     grid, leaves = (4, 4, 6), inputs((4, 4, 6))[:3]
@@ -285,8 +316,8 @@ def test_bad_settings(settings, message):
 def test_rules_that_stages_or_rows_do_not_have():
     with pytest.raises(ValueError, match=r"^rule=topk over=head needs stages with f, got stages=c_l"):
         StagedAttention(**SIZES, stages="c_l", over="head")
-    with pytest.raises(ValueError, match=r"^rule=top_p over=row needs stages with f and without l, got stages=c_fl"):
-        StagedAttention(**SIZES, stages="c_fl", rule="top_p", top_p=0.5)
+    with pytest.raises(ValueError, match=r"^rule=top_p over=row needs stages f, c_f, fl or c_fl, got stages=c_f_l"):
+        StagedAttention(**SIZES, stages="c_f_l", rule="top_p", top_p=0.5)
     method = VideoSparseAttention(**SIZES, tile_thw=TILE, over="head")
     layout = method.layout([Segment((2, 2, 4), sample=n) for n in range(2)], "cpu")
     q = torch.zeros(1, layout.num_tokens, 4, 4)

@@ -30,7 +30,17 @@ PASSES = ({}, {"dense": True, "topk": 100})
 
 # heads that are computed together, whatever the ranks, and methods that need all queries of a head
 TOGETHER = ({"score": "random"}, {"over": "layer"})
-WHOLE_NAMES = ("fine_grained", "llsa", "sla", "spatial", "spargeattention2", "staged", "strided_window", "vsa2")
+WHOLE_NAMES = (
+    "fine_grained",
+    "llsa",
+    "nabla",
+    "sla",
+    "spatial",
+    "spargeattention2",
+    "staged",
+    "strided_window",
+    "vsa2",
+)
 WHOLE = ({"order": 2}, {"levels": 2}, {"over": "head"})
 
 

@@ -18,7 +18,7 @@ from vsa.attention.video_sparse import VideoSparseAttention
 SIZES = {"dim": 8, "num_heads": 2, "head_dim": 4}
 TILE = (2, 2, 2)
 GRIDS = [(4, 6, 8), (3, 5, 7), (2, 2, 9)]
-STAGES = ["l", "f", "c_l", "c_f", "c_f_l", "c_f_l_e", "c_fl"]
+STAGES = ["l", "f", "c_l", "c_f", "c_f_l", "c_f_l_e", "c_fl", "fl"]
 
 pytestmark = pytest.mark.filterwarnings("ignore:tiles .* are .* full")
 
@@ -67,13 +67,13 @@ def oracle(q, k, v, gates, *, grid, stages, topk, window, edge, budget, pooling,
     ranks = scores
     if stages == "c_f_l_e":
         ranks = scores.masked_fill(local, -math.inf)
-    if stages == "c_fl" and budget == "within":
+    if stages in ("c_fl", "fl") and budget == "within":
         ranks = scores.masked_fill(local, 1e9) + scores * 1e-3
     selection = torch.zeros_like(scores, dtype=torch.bool)
     selection.scatter_(-1, ranks.topk(min(topk, scores.shape[-1])).indices, True)
     if stages == "c_f_l_e":
         selection &= ~local
-    if stages == "c_fl" and budget == "union":
+    if stages in ("c_fl", "fl") and budget == "union":
         selection |= local
     local = local.expand_as(selection)
     out = attend(local if stages in ("l", "c_l") else selection) * gates["fine"]
@@ -122,6 +122,7 @@ def test_stages_are_dense_masks(stages, grid):
         ("l", {"edge": "truncate"}),
         ("c_f_l", {"edge": "truncate", "window": (1, 3, 2)}),
         ("c_fl", {"budget": "within"}),
+        ("fl", {"edge": "truncate"}),
         ("c_f", {"pooling": "max"}),
         ("c_f_l", {"gate": "fine"}),
         ("c_f_l", {"budget": "within", "window": (1, 2, 2), "topk": 6}),

@@ -10,8 +10,8 @@ from tests.integrations import checks, tiny
 from vsa.attention.context import AttnContext, recorded_index
 from vsa.attention.kept_tiles import KeptTiles
 from vsa.attention.layout import Segment
+from vsa.attention.staged import StagedAttention
 from vsa.integrations.diffusers import apply, remove
-from vsa.integrations.diffusers.ungated import UngatedVideoSparse
 
 pytestmark = pytest.mark.filterwarnings("ignore:tiles .* full")
 
@@ -45,25 +45,30 @@ def test_masks_of_its_own_sparse_attention_are_replaced():
 
 @torch.no_grad()
 @pytest.mark.parametrize("top_p", [0.5, 0.9])
-def test_the_share_of_its_own_rule_is_top_p(top_p):
-    """NABLA without its window keeps the tiles of a row rule of this project."""
-    method = UngatedVideoSparse(dim=32, num_heads=2, head_dim=16, tile_thw=(1, 8, 8), rule="top_p", top_p=top_p)
-    layout = method.layout([Segment((3, 16, 24))], "cpu")
-    q, k, v = (3 * layout.permute(tiny.randn(1, 3 * 16 * 24, 2, 16, seed=seed)) for seed in range(3))
+def test_nabla_keeps_the_blocks_of_its_own_rule(top_p):
+    """The share and the window, by diffusers' own functions."""
+    settings = dict(stages="fl", fine_gate=False, rule="top_p", top_p=top_p, tile_thw=(1, 8, 8))
+    settings |= dict(window_thw=(3, 1, 3), window_edge="truncate")
+    method = StagedAttention(dim=32, num_heads=2, head_dim=16, **settings)
+    layout = method.layout([Segment((5, 16, 24))], "cpu")
+    q, k, v = (3 * layout.permute(tiny.randn(1, 5 * 16 * 24, 2, 16, seed=seed)) for seed in range(3))
     seen: dict[str, torch.Tensor] = {}
     method(
         q, k, v, {}, AttnContext(layout=layout, topk=KeptTiles.of(1), recorder=lambda _, tensors: seen.update(tensors))
     )
     kept = recorded_index(seen).to_dense(layout.num_blocks)
-    window = torch.zeros(layout.num_blocks, layout.num_blocks, dtype=torch.bool)
+    tokens = torch.cartesian_prod(torch.arange(5), torch.arange(16), torch.arange(24))
+    # every tile has 64 tokens
+    places = layout.permute(tokens[None])[0, ::64] // torch.tensor([1, 8, 8])
+    window = ((places[:, None] - places).abs() <= torch.tensor([1, 0, 1])).all(-1)
     expected = nablaT_v2(q, k, window, thr=top_p).to_dense()
     assert torch.equal(kept, expected.bool())
-    assert 0.1 < kept.float().mean() < 0.9
+    assert 0.1 < kept.float().mean() < 0.95
+    # the control: the share alone
+    assert not torch.equal(kept, nablaT_v2(q, k, window & False, thr=top_p).to_dense().bool())
     # as a user says it
     case = tiny.kandinsky5()
-    apply(
-        case.model, "staged", settings=dict(stages="f", fine_gate=False, rule="top_p", top_p=top_p, tile_thw=(1, 8, 8))
-    )
+    apply(case.model, "staged", settings=settings)
     assert case.run().isfinite().all()
 
 

@@ -57,6 +57,7 @@ METHODS = [
     ("attention=spargeattention2", "attention.tile_thw=[1,1,8]", "attention.kv_tile_thw=[1,1,4]"),
     ("attention=vsa2", "attention.score_thw=[1,1,2]"),
     ("attention=sla", "attention.linear=marginal", "attention.tile_thw=[1,1,8]"),
+    ("attention=nabla", "attention.tile_thw=[1,2,2]", "attention.window_thw=[1,1,1]", "attention.top_p=0.3"),
     ("attention=llsa", "attention.node_thw=[2,2,2]"),
     ("attention=sol", "attention.deviations=0.5"),
     ("attention=video_sparse", "attention.rule=top_p", "attention.top_p=0.5", "attention.over=layer"),

@@ -5,6 +5,7 @@
     c_f_l    coarse + selected + window, three gates
     c_f_l_e  like c_f_l, but tiles of the window cannot be selected
     c_fl     coarse + one fine stage over selected tiles and window
+    fl       that fine stage alone: with rule=top_p NABLA
 
 Three tile sizes may differ: query tiles of the fine stage, kv tiles that they select, and tiles of the coarse stage.
 
@@ -40,7 +41,7 @@ from vsa.attention.tiling import Grid, chain_of, refuse_no_divisor
 from vsa.attention.window import Edge, Window, tile_window
 from vsa.settings import validated
 
-Stages = Literal["l", "f", "c_l", "c_f", "c_f_l", "c_f_l_e", "c_fl"]
+Stages = Literal["l", "f", "c_l", "c_f", "c_f_l", "c_f_l_e", "c_fl", "fl"]
 
 
 @validated
@@ -61,9 +62,9 @@ class StagedAttention(SelectingAttention):
             where query and kv tiles differ.
         window_edge: clamp (the window is shifted inside the grid and always whole) or truncate (the part outside is
             missing). The paper does not say which.
-        window_budget: union (the window is added to the selected tiles) or within (in c_fl its tiles take the first
-            places of the top-k; in c_f_l and c_f_l_e the top-k is reduced by a whole window, to at least 1). The paper
-            does not say which.
+        window_budget: union (the window is added to the selected tiles) or within (in c_fl and fl its tiles take the
+            first places of the rule; in c_f_l and c_f_l_e the top-k is reduced by a whole window, to at least 1).
+            The paper does not say which.
         window_gate: gate of the window in c_f_l and c_f_l_e: own, or fine (the gate of the selected tiles). The paper
             does not say which.
         pooling: pooling of queries, keys and values in the coarse stage: mean, max or conv, see `TilePool`.
@@ -73,9 +74,9 @@ class StagedAttention(SelectingAttention):
             model (weights as the model initialises its linear layers, biases as in identity).
         backend: backend of the fine stages; None chooses by device.
         **layer: see `SelectingAttention`; the coarse output has the means whatever the score, and rules other than topk
-            need stages without a window.
+            need stages without a window of its own (f, c_f, c_fl, fl).
 
-    Source: VSA (arXiv 2505.13389), Table 1(b), experiments 7 to 13, 1(c), 1(d) and 1(e).
+    Source: VSA (arXiv 2505.13389), Table 1(b), experiments 7 to 13, 1(c), 1(d) and 1(e); fl: NABLA (arXiv 2507.13546).
     """
 
     takes_text = False
@@ -109,8 +110,10 @@ class StagedAttention(SelectingAttention):
         self.window_budget = window_budget
         self.gate_init, self.backend = gate_init, backend
         self.has_coarse, self.has_fine, self.has_window = "c" in stages, "f" in stages, "l" in stages
-        if self.row_rule is not None and (not self.has_fine or (self.measured and self.has_window)):
-            others = "stages with f and without l" if self.measured else "stages with f"
+        # selected tiles and window in one fine stage
+        self.joined = stages in ("c_fl", "fl")
+        if self.row_rule is not None and (not self.has_fine or (self.measured and self.has_window > self.joined)):
+            others = "stages f, c_f, fl or c_fl" if self.measured else "stages with f"
             raise ValueError(f"rule={self.rule} over={self.over} needs {others}, got stages={stages}")
         self.selects = self.selects and self.has_fine
         self.takes_query_parts = False
@@ -181,7 +184,7 @@ class StagedAttention(SelectingAttention):
             scores = ranked = self._ranked(q, k, v, logits, layout) if ctx.ranks else None
             index = ctx.select(lambda topk: self._select(with_damage_first(ranked, k, v, layout), topk, window, layout))
             parts["fine"] = self._fine(q, k, v, layout, index)
-        if window is not None and self.stages != "c_fl":
+        if window is not None and not self.joined:
             name, local = "window" if self.has_fine else "fine", BlockIndex.from_dense(window.tiles[None, None])
             parts[name] = self._fine(q, k, v, layout, local)
             index = local if index is None else index
@@ -235,7 +238,7 @@ class StagedAttention(SelectingAttention):
         if window is not None and self.stages == "c_f_l_e":
             tile_visits = float(sizes @ (tiles - window.tiles.sum(1)).clamp(max=selected_tiles).double())
         selected = tile_visits * tokens / tiles
-        if self.stages == "c_fl":
+        if self.joined:
             return total + (selected if self.window_budget == "within" else min(selected + local, tokens**2))
         return total + local + selected
 
@@ -260,7 +263,7 @@ class StagedAttention(SelectingAttention):
         choose = partial(self.choose, scores, topk, layout, logits_of=lambda x: self._as_logits(x, None, layout))
         if window is not None and self.stages == "c_f_l_e":
             return choose(candidates=~window.tiles)
-        if window is not None and self.stages == "c_fl":
+        if window is not None and self.joined:
             within = self.window_budget == "within"
             first, union = (window.tiles, None) if within else (None, window.tiles)
             return choose(first=first, union=union)
