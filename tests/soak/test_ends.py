@@ -7,11 +7,12 @@ import os
 import random
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -221,6 +222,35 @@ def test_lost_ranks_of_launchers(training: TinyTraining, attempt: int, tmp_path:
     # torchrun may notice it first and end the other by SIGTERM
     prefixes = (f"error: rank {lost} (pid ", f"SIGTERM: rank {lost} (pid ")
     assert len([line for line in output.splitlines() if line.startswith(prefixes)]) == 1, output[-2000:]
+
+
+@pytest.mark.soak("a lost rank or agent of two torchruns that meet: the other ends", attempts=4, short=0)
+@pytest.mark.timeout(600)
+def test_two_agents_of_torchrun(training: TinyTraining, attempt: int, tmp_path: Path):  # noqa: F811
+    """Two machines as one has them: each agent starts a rank, they meet at a port; one is lost, or its rank."""
+    lost, of_agent = attempt % 2, attempt // 2 % 2 == 0
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    words = (
+        *LAUNCHED[:-1],
+        "trainer.num_nodes=2",
+        "callbacks.checkpoint.every_n_steps=3",
+        f"output_dir={training.output}",
+    )
+    meet = ("--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}")
+    meet = (*meet, "--rdzv-id=here", "--local-addr=127.0.0.1", f"--log-dir={tmp_path}/logs", "--tee=3")
+    folders = [tmp_path / "one", tmp_path / "other"]
+    for folder in folders:
+        folder.mkdir()
+    with ExitStack() as stack:
+        agents = [stack.enter_context(program(words, at, "-m", "torch.distributed.run", *meet)) for at in folders]
+        assert wait_for(lambda: steps_of(training) >= 4 or any(agent.poll() is not None for agent in agents), 240)
+        assert [agent.poll() for agent in agents] == [None, None], [(at / "printed").read_text() for at in folders]
+        (rank,) = children_of(agents[lost].pid)
+        os.kill(agents[lost].pid if of_agent else rank, signal.SIGKILL)
+        # a rank without its agent goes on to the end of the step, or to the store that went with it
+        assert agents[1 - lost].wait(TIMEOUT + 90) == 1
 
 
 @pytest.mark.soak("SIGTERM to a rank that waits for a frozen one", attempts=4, short=0)
