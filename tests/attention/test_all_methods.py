@@ -29,6 +29,7 @@ OPTIONS = {
         {"rule": "larger_of_both", "top_p": 0.5, "over": "head", "score": "subblock_softmax"},
     ],
     "spargeattention2": [{"tile_thw": (1, 1, 8), "kv_tile_thw": (1, 1, 4)}],
+    "radial": [{"tokens": 8}],
     "sla": [{"tile_thw": (1, 1, 8)}, {"linear": "marginal", "tile_thw": (2, 2, 2), "partition": "cube"}],
     "staged": [
         *({"stages": stages, "window_thw": (1, 1, 3)} for stages in ("c_f", "f", "l", "c_f_l", "c_fl", "c_f_l_e")),

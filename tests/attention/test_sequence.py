@@ -34,6 +34,7 @@ WHOLE_NAMES = (
     "fine_grained",
     "llsa",
     "nabla",
+    "radial",
     "sla",
     "spatial",
     "spargeattention2",
@@ -48,7 +49,7 @@ def refuses(name: str, options: dict[str, object], world: int) -> bool:
     def has(*choices: dict[str, object]) -> bool:
         return any(choice.items() <= options.items() for choice in choices)
 
-    one_tile = name in ("dynamic_hilbert", "sparge", "spargeattention2") and not options
+    one_tile = name in ("dynamic_hilbert", "radial", "sparge", "spargeattention2") and not options
     one_tile = one_tile or (name == "neighborhood" and options != TILED and world > 2)
     parts = world > 2 and (name.startswith(WHOLE_NAMES) or has(*WHOLE))
     return one_tile or has(*TOGETHER) or parts

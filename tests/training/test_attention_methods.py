@@ -58,6 +58,7 @@ METHODS = [
     ("attention=vsa2", "attention.score_thw=[1,1,2]"),
     ("attention=sla", "attention.linear=marginal", "attention.tile_thw=[1,1,8]"),
     ("attention=nabla", "attention.tile_thw=[1,2,2]", "attention.window_thw=[1,1,1]", "attention.top_p=0.3"),
+    ("attention=radial", "~attention.tile_thw", "attention.tokens=4"),
     ("attention=llsa", "attention.node_thw=[2,2,2]"),
     ("attention=sol", "attention.deviations=0.5"),
     ("attention=video_sparse", "attention.rule=top_p", "attention.top_p=0.5", "attention.over=layer"),

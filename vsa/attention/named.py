@@ -15,6 +15,7 @@ from vsa.attention.fine_grained.method import FineGrainedAttention
 from vsa.attention.grouped import GroupedAttention
 from vsa.attention.neighborhood.method import NeighborhoodAttention
 from vsa.attention.pooled_tail import PooledTail
+from vsa.attention.radial import RadialAttention
 from vsa.attention.sparge.method import SpargeAttention
 from vsa.attention.sparse_linear import SparseLinearAttention
 from vsa.attention.staged import StagedAttention
@@ -30,6 +31,7 @@ NAMED: Mapping[str, type[AttentionMethod]] = {
     "pooled_tail": PooledTail,
     "sparse_linear": SparseLinearAttention,
     "compressed_kv": CompressedKV,
+    "radial": RadialAttention,
     "grouped": GroupedAttention,
     "staged": StagedAttention,
     "video_sparse": VideoSparseAttention,
