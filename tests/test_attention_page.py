@@ -58,9 +58,9 @@ def test_the_methods_that_can_enter_diffusers_are_named():
 
     # the sentence says how the one does whose settings begin with a gate, and which ones do not
     settings = {name: {} for name in rows()} | {"staged": {"stages": "f"}}
-    assert "`staged` without `stages=f`, the presets `vsa` and\n`vsa2`" in sentence[0]
+    assert "`staged` without `stages=f`, the presets `vsa` and\n`vsa2`) and `sla`" in sentence[0]
     for name in rows():
-        if name in ("vsa", "vsa2"):
+        if name in ("vsa", "vsa2", "sla"):
             with pytest.raises(ValueError, match=f"^{name} with these settings has parameters to train"):
                 _named_factory(name, {}, {}, None)
         else:

@@ -14,8 +14,8 @@ from vsa.evaluation.comparison.methods import SLIDING_TILE, Method, parse_method
 SPARSITIES = (0.5, 0.75, 0.875)
 BLOCK, BLOCKS = 128, 16
 """Tokens of a block of the methods that work on runs of tokens, and the least number of blocks of a grid."""
-PRESETS = ("vsa", "vsa2", "spargeattention2", "llsa", "sol")
-"""Configs that only set options of a method which has rows of its own."""
+PRESETS = ("nabla", "radial", "sla", "vsa", "vsa2", "spargeattention2", "llsa", "sol")
+"""Configs without rows: options of a method that has its own, and methods that are compared by name."""
 LAYERS = 5
 """Layers after which the group shapes of every shipped config repeat."""
 
