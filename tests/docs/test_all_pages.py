@@ -17,6 +17,8 @@ LEFT_OUT = {
     "replay",
     # 8 machines
     "trainer.num_nodes=8",
+    # four ranks, tests/training/test_distributed.py
+    "task.parallel.sequence=4",
     # a scheduler, a search and packages that may not be there
     "hydra/launcher=submitit_slurm",
     "hydra/sweeper=optuna",
