@@ -17,6 +17,10 @@ LEFT_OUT = {
     "replay",
     # 8 machines
     "trainer.num_nodes=8",
+    # tests/integrations/test_image_to_video.py
+    "Wan-AI/Wan2.1-I2V-14B-720P-Diffusers",
+    "init_from=Wan-AI/Wan2.1-I2V-14B-720P-Diffusers",
+    "outputs/finetune_wan_14b/default",
     # four ranks, tests/training/test_distributed.py
     "task.parallel.sequence=4",
     # a scheduler, a search and packages that may not be there
