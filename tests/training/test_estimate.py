@@ -219,6 +219,11 @@ def test_state_is_what_the_parameters_say():
     for name, bytes_ in (("parameters", 4), ("optimizer moments", 8), ("averaged weights", 4)):
         assert whole[name] == bytes_ * count
         assert quarter[name] == bytes_ * count / 4
+    # frozen weights may be held in half of that
+    rounded = memory(_wan(frozen=True, sharded=False, frozen_rounded=True))
+    gates = sum(p.numel() for name, p in job.networks[0].model.named_parameters() if is_gate(name))
+    assert rounded["parameters"] == 4 * gates + 2 * (count - gates)
+    assert rounded["parameters in bf16"] == 2 * gates
     # sums over micro-batches are whole unless each one is reduced
     summed = memory(replace(job, dims=ParallelDims(shard=4), micro_batches=2, level="full"))
     assert summed["gradients"] == 4 * count
