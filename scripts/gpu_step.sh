@@ -1,21 +1,23 @@
 #!/usr/bin/env bash
 # What a training step, a distillation and a generation take on a GPU; benches compare with a slower definition first.
 # Usage, in the repository root, with the packages of `pip install -e .`:  scripts/gpu_step.sh [--dry-run] [PART...]
-#   PART  tests norm layer step distill denoise profile logging start start_wan pair ranks; default all. Seconds of an H200:
-#         250  30   80    75   200     210     130     240     70    110       250  500
+#   PART  tests norm layer step distill denoise profile logging start start_wan pair ranks sequence large; default all
+#         Seconds of an H200: 250 30 80 75 200 210 130 240 70 110 250 500; of two H100: sequence 450, large 200
 #   --dry-run  says what would run
 #   OUT   folder of PART.json, PART.txt and profiles; default outputs/gpu_step
 # `start` trains the 120M model twice, with an empty, then a warm cache; `start_wan` finetunes Wan-1.3B so from a safetensors
 # folder of random weights (5.7 GB, deleted at the end). `pair` trains one variant of the ablation with the fused elementwise
 # kernels and with torch's operations, on two GPUs at the same time (130 s) if they are there, and compares the losses
-# (pair.json). `logging` alternates log lines of every step and of every 20th, `ranks` one GPU and all of them, three times.
+# (pair.json). `logging` alternates log lines of every step and of every 20th; `ranks` one GPU and all of them, three times;
+# `sequence` likewise a Wan-1.3B on one sample of 76,800 tokens that all GPUs share. `large` trains 16 layers of the 14B model
+# on such a sample, and 20 with the state on the host. The last three need two GPUs.
 # Exit status 1 when a part failed.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 2
 OUT=${OUT:-outputs/gpu_step} dry=0 failed=0
 export PYTHONPATH=${PYTHONPATH:+$PYTHONPATH:}.:kernels PYTHONUNBUFFERED=1
 unset TRITON_INTERPRET
-python=${PYTHON:-python3} all="tests norm layer step distill denoise profile logging start start_wan pair ranks" parts=()
+python=${PYTHON:-python3} all="tests norm layer step distill denoise profile logging start start_wan pair ranks sequence large" parts=()
 for word in "$@"; do
   if [ "$word" = --dry-run ]; then dry=1; continue; fi
   # a word with a space is no part
@@ -61,7 +63,15 @@ first_step() { # NAME SECONDS SETTINGS...: a few steps with an empty, then with 
     [ "$dry" = 1 ] || grep -h "first step done" "$OUT/$name-$cache.txt" || failed=1
   done
 }
+gpus=$(nvidia-smi --list-gpus 2>/dev/null | wc -l)
+two_gpus() { # PART
+  [ "$gpus" -gt 1 ] || { echo "left out: $1 needs two GPUs, here are $gpus"; return 1; }
+}
 micro=(experiment=pretrain_120m "data.root=$OUT/latents-120m" data.batch_size=8 trainer.accumulate_grad_batches=1)
+long=("${micro[@]}" "data.root=$OUT/latents-76k" data.batch_size=1 data.text_encoder.max_tokens=512 debug=profile
+  callbacks.profile.warm_up=4 callbacks.profile.steps=3 trainer.log_every_n_steps=1
+  sparsity=constant sparsity.topk=120 sparsity.sparsity=null)
+long_latents() { latents "$OUT/latents-76k" --count 24 --latent 16 20 96 160 --text-tokens 512; }
 for part in "${parts[@]}"; do
   case $part in
     tests) run tests 300 "$python" -m pytest -q -p no:cacheprovider -m "not slow" \
@@ -104,7 +114,7 @@ for part in "${parts[@]}"; do
       pair=(300 experiment=ablation attention=video_sparse flop_budget=1e16 task.parallel.compile=true
         "task.validate_at=[current]" trainer.val_check_interval=100 "callbacks.samples.prompts=[]" callbacks.checkpoint=null)
       reference() { program=scripts/train_with_reference_ops.py train pair-reference "${pair[@]}"; }
-      if [ "$(nvidia-smi --list-gpus 2>/dev/null | wc -l)" -gt 1 ]; then
+      if [ "$gpus" -gt 1 ]; then
         (export CUDA_VISIBLE_DEVICES=1; reference; exit "$failed") &
         CUDA_VISIBLE_DEVICES=0 train pair-fused "${pair[@]}"
         wait $! || failed=1
@@ -113,8 +123,7 @@ for part in "${parts[@]}"; do
       fi
       run pair 60 "$python" scripts/compare_losses.py "$OUT/runs/pair-fused" "$OUT/runs/pair-reference" --out "$OUT/pair.json" ;;
     ranks)
-      gpus=$(nvidia-smi --list-gpus 2>/dev/null | wc -l)
-      if [ "$gpus" -lt 2 ]; then echo "left out: ranks needs two GPUs, here are $gpus"; continue; fi
+      two_gpus ranks || continue
       latents "$OUT/latents-120m" --count 64
       for turn in 1 2 3; do
         for devices in 1 "$gpus"; do
@@ -122,6 +131,24 @@ for part in "${parts[@]}"; do
             "data.batch_size=$((8 * devices))" debug=profile
         done
       done ;;
+    sequence)
+      two_gpus sequence || continue
+      long_latents
+      for turn in 1 2 3; do
+        for devices in 1 "$gpus"; do
+          strategy=$([ "$devices" = 1 ] && echo default || echo fsdp)
+          LINES_SHOWN=30 train "sequence-$turn-of-$devices" 200 "${long[@]}" model=wan_1_3b "trainer=$strategy" \
+            "trainer.devices=$devices" "task.parallel.sequence=$devices" task.parallel.activation_checkpointing=attention_mlp
+        done
+      done ;;
+    large)
+      two_gpus large || continue
+      long_latents
+      large=("${long[@]}" model=wan_14b trainer=fsdp "trainer.devices=$gpus" "task.parallel.sequence=$gpus"
+        task.parallel.activation_checkpointing=full callbacks.ema=null)
+      LINES_SHOWN=30 train large 250 "${large[@]}" model.num_layers=16
+      LINES_SHOWN=30 train large-offload 250 "${large[@]}" model.num_layers=20 task.parallel.offload=true \
+        callbacks.profile.warm_up=2 callbacks.profile.steps=1 ;;
   esac
 done
 exit "$failed"

@@ -194,6 +194,30 @@ def test_twelve_steps_and_clips_of_shared_samples_are_one(training, monkeypatch,
     assert largest_difference(training.tensors("one"), training.tensors("averaged")) > 1e-3
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize(
+    "setting", ["trainer=ddp", "trainer=fsdp", "task.parallel.sequence=2", "task.parallel.offload=true"]
+)
+def test_two_gpus_are_one(training, setting):
+    common = (
+        *COMMON,
+        "trainer.max_steps=12",
+        "trainer.val_check_interval=6",
+        "trainer.accelerator=gpu",
+        "task.parallel.compute_dtype=float32",
+        "model.num_attention_heads=2",
+        "model.attention_head_dim=6",
+    )
+    # forks use GPUs if this process has not
+    run_ranks(1, lambda _: training(*common, "run=one") and None)
+    run_ranks(2, lambda _: training(*common, "trainer=fsdp", "trainer.devices=2", setting, "run=two") and None)
+    assert_same_metrics(training.metrics("one"), training.metrics("two"))
+    difference = largest_difference(training.tensors("one"), training.tensors("two"))
+    print(f"{setting}: weights, averages and moments differ by {difference:.1e}")
+    assert difference < 1e-5
+
+
 @pytest.mark.slow
 def test_broken_slices_and_scales_would_be_seen(training, monkeypatch):
     few = (*COMMON, "trainer.max_steps=1")
