@@ -18,15 +18,21 @@ PAGE = (ROOT / "docs" / "cluster.md").read_text(encoding="utf-8")
 SCRIPT = "#!/bin/bash" + PAGE.partition("#!/bin/bash")[2].partition("```")[0]
 RUN = "experiment=finetune_wan_1_3b data.root=SHARDS"
 
-# two tasks, on one node or on one each, as `srun` numbers them; the largest status is that of the step
+# two tasks, on one node or on one each, as `srun` numbers them; one that fails ends the other
 SRUN = """#!/bin/bash
+[ "$1" = --kill-on-bad-exit=1 ] || exit 2
+shift
 for rank in 0 1; do
   SLURM_PROCID=$rank SLURM_NODEID=$((rank / SLURM_NTASKS_PER_NODE)) SLURM_LOCALID=$((rank % SLURM_NTASKS_PER_NODE)) \\
     "$@" 2>"err-$rank" &
   tasks[rank]=$!
 done
-status=0
-for task in "${tasks[@]}"; do wait "$task" || status=1; done
+for task in "${tasks[@]}"; do
+  wait -n
+  status=$?
+  echo "$status" >>statuses
+  [ "$status" = 0 ] || kill "${tasks[@]}" 2>/dev/null
+done
 exit "$status"
 """
 
@@ -52,6 +58,8 @@ def test_two_tasks_train(tmp_path: Path, nodes: int, extra: tuple[str, ...]):
     environment |= {"SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "wan-sparse", "SLURM_JOB_NODELIST": "localhost"}
     result = subprocess.run([tmp_path / "job"], cwd=tmp_path, env=environment, timeout=240, check=False)
     errors = [(tmp_path / f"err-{rank}").read_text() for rank in range(2)]
+    statuses = (tmp_path / "statuses").read_text().split()
+    assert statuses == [str(result.returncode)] * 2
     if extra:
         assert result.returncode == 1
         assert "".join(errors).count("error: data.batch_size=3 must be a multiple of the 2 micro-batches") == 1

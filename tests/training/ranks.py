@@ -134,6 +134,10 @@ class Ranks:
             become_rank(rank, self._world, self._store.port)
         self._function(rank)
 
+    def lose_store(self) -> None:
+        """End the store of the ranks, as with the agent that holds it."""
+        del self._store
+
     def _file(self, rank: int) -> Path:
         return self._folder / f"output-{rank}"
 

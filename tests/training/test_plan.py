@@ -51,6 +51,12 @@ CLASS = (
             "task.parallel.sequence=64: a sample of (4, 8, 8) tokens has 4 query tiles to divide",
         ),
         (("trainer=fsdp", "trainer.devices=2", "task.parallel.offload=true"), 0, "  beside it, of the host  "),
+        (("task.parallel.offload=true",), 1, "task.parallel.offload=true is for FSDP2: set trainer=fsdp"),
+        (
+            ("trainer=fsdp", "task.parallel.frozen=rounded"),
+            1,
+            "task.parallel.frozen=rounded is for one device without FSDP2, which shards fp32 weights",
+        ),
         (("data.batch_size=1",), 0, "each GPU: 1 sample a micro-batch, 1 micro-batch a step"),
     ],
 )

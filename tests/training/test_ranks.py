@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,8 +13,9 @@ from pathlib import Path
 import lightning as L
 import pytest
 import torch.distributed as dist
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from tests.training.ranks import Ranks, run_ranks
+from tests.training.ranks import Ranks, run_ranks, wait_for
 from vsa.training.rank_times import CollectiveClock, RankTimes, straggler_line
 from vsa.training.run_state import RunStatus
 from vsa.training.watch import LOST_STATUS, RankMonitor
@@ -133,6 +135,49 @@ def test_a_rank_with_an_error_of_its_own_tells_it_and_ends_all(training, tmp_pat
     assert "KeyError: 'mine'" in err[1]
     assert "rank 1 (pid " in err[0]
     assert "Traceback" not in err[0]
+
+
+def test_the_first_rank_of_every_machine_says_that_the_store_is_gone(training, tmp_path):
+    # as of two agents of torchrun, the first of which is killed
+    def on_rank(rank: int) -> None:
+        os.environ["LOCAL_RANK"] = "0"
+        training(*RANKS, SOON, callbacks=(Act(2, lambda: (tmp_path / "began").touch()),))
+
+    with Ranks(2, on_rank, tmp_path) as ranks:
+        assert wait_for(lambda: (tmp_path / "began").exists() or ranks.ended())
+        ranks.lose_store()
+        assert ranks.statuses(60) == [LOST_STATUS] * 2
+        first, second = ([o for o in ranks.output(rank).splitlines() if o.startswith("error: ")] for rank in (0, 1))
+    assert len(first) == 1
+    assert first == second
+    assert first[0].startswith("error: the store of the ranks is gone: the other ranks were stopped")
+
+
+def test_two_agents_of_torchrun_meet_and_are_one(training, tmp_path):
+    few = ("model.num_layers=1", "trainer.max_steps=2", "optim.eps=0.01")
+    training(*few, "run=one")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        meet = f"127.0.0.1:{free.getsockname()[1]}"
+    settings = (*few, "trainer=fsdp", "trainer.accelerator=cpu", "trainer.devices=1", "trainer.num_nodes=2", "run=two")
+    # each is a machine with one rank, which it forks
+    agents = LaunchConfig(
+        min_nodes=2,
+        max_nodes=2,
+        nproc_per_node=1,
+        run_id="here",
+        rdzv_backend="c10d",
+        rdzv_endpoint=meet,
+        local_addr="127.0.0.1",
+        start_method="fork",
+        monitor_interval=0.1,
+    )
+    status, err = ended(2, lambda _: elastic_launch(agents, lambda: training(*settings) and None)(), tmp_path)
+    assert status == [0, 0], err
+    one, two = training.tensors("one"), training.tensors("two")
+    assert set(one) == set(two)
+    assert max((one[name] - two[name]).abs().max().item() for name in one) < 1e-6
+    assert len(list((training.folder("two") / "checkpoints" / "step-00000002").glob("model-*-of-00002.*"))) == 2
 
 
 def test_only_steps_have_a_time_limit():

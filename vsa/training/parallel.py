@@ -25,6 +25,7 @@ from vsa.models.network import Network
 from vsa.models.recompute import LEVELS, Level
 from vsa.models.sharding import local, offloading, place
 from vsa.settings import AtLeastOne, Positive, validated
+from vsa.signals import Stopped
 from vsa.training.fills import Fills
 from vsa.training.hosts import connect_hosts
 from vsa.training.lightning_compat import MeshStrategy, stop_watching
@@ -76,6 +77,13 @@ class ParallelPlan:
         level = state.get(LEVEL, settings.get("activation_checkpointing", "none"))
         return self.at(level) if level in LEVELS else self
 
+    def refuse_misfit(self, *, sharded: bool) -> None:
+        """Raise ValueError for settings that need FSDP2 (`sharded`), or that it does not take."""
+        if self.offload and not sharded:
+            raise ValueError("task.parallel.offload=true is for FSDP2: set trainer=fsdp, which one GPU takes too")
+        if self.frozen == "rounded" and sharded:
+            raise ValueError("task.parallel.frozen=rounded is for one device without FSDP2, which shards fp32 weights")
+
     def rounds_to(self, device_type: str) -> torch.dtype | None:
         """The dtype to which parameters are rounded on a device type; None: no rounding."""
         low = device_type == "cuda" if self.compute_dtype == "auto" else self.compute_dtype == "bfloat16"
@@ -99,14 +107,11 @@ def parallelize(model: Network, mesh: DeviceMesh | None, plan: ParallelPlan, dev
     model.activation_checkpointing = plan.level
     if plan.compile:
         model.compile_blocks()
+    plan.refuse_misfit(sharded=mesh is not None)
     if mesh is None:
-        if plan.offload:
-            raise ValueError("task.parallel.offload=true is for FSDP2: set trainer=fsdp, which one GPU takes too")
         compute_in(model, low)
         if low is not None and plan.frozen == "rounded":
             hold_rounded(model, low)
-    elif plan.frozen == "rounded":
-        raise ValueError("task.parallel.frozen=rounded is for one device without FSDP2, which shards fp32 weights")
     else:
         reduced = torch.float32 if low else None
         policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=reduced, cast_forward_inputs=False)
@@ -329,7 +334,11 @@ def rank_zero_reports(*errors: type[Exception], patience: float = 5.0) -> Iterat
         yield
     except errors:
         if rank_zero_only.rank != 0:
-            time.sleep(patience)
+            try:
+                time.sleep(patience)
+            except Stopped:
+                # by the launcher, as rank 0 has ended
+                raise SystemExit(1) from None
         else:
             # the processes that this one started may end while it reports
             stop_watching()

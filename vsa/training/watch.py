@@ -306,6 +306,14 @@ class RankMonitor:
         again = "" if self._status.saved is None else f"; ckpt_path=last continues from {self._status.saved}"
         self._end(f"{why}: the other ranks were stopped{stacks}{again}", LOST_STATUS, culprit=culprit)
 
+    def _speaks(self, meeting: HeartbeatExchange, culprit: int | None) -> bool:
+        """Whether this rank prints that one is lost: the first that is left, of each agent if its store was lost."""
+        if meeting.failure is not None and meeting.host_rank is None:
+            # a rank of the agent that was killed prints to nobody
+            return os.environ.get("LOCAL_RANK", "0") == "0"
+        others = {r for r, peer in self._seen.items() if peer.lost_since is None and not peer.beat.left}
+        return min({meeting.rank, *others} - {culprit}, default=meeting.rank) == meeting.rank
+
     def _end(self, line: str, status: int, *, error: bool = True, culprit: int | None = None) -> None:
         """Write the stacks of all threads, print the reason, and end this process and those it has started."""
         if self._stop.is_set():
@@ -320,8 +328,7 @@ class RankMonitor:
                 self._meeting.tell()
                 # time for the other ranks to write their stacks
                 time.sleep(2 * self._interval + 0.5)
-                others = {r for r, peer in self._seen.items() if peer.lost_since is None and not peer.beat.left}
-                if status == LOST_STATUS and min({rank, *others} - {culprit}, default=rank) != rank:
+                if status == LOST_STATUS and not self._speaks(self._meeting, culprit):
                     line = ""
         for child in self._children:
             # kill also ends a stopped process

@@ -39,14 +39,16 @@ def _jobs_of(
     targets = [str(node.get("_target_")) for node in cfg.callbacks.values() if node is not None]
     networks = module.planned_networks()
     first = networks[0].model
+    # as in `choose_strategy`
+    sharded = dims.ranks > 1 or strategy != "auto"
+    module.parallel.refuse_misfit(sharded=sharded)
     common: dict[str, Any] = {
         "networks": networks,
         "text": text,
         "batch": dims.micro_batch(batch_size, micro_batches),
         "micro_batches": micro_batches,
         "dims": dims,
-        # as in `choose_strategy`
-        "sharded": dims.ranks > 1 or strategy != "auto",
+        "sharded": sharded,
         "reduce_each": not isinstance(strategy, str) and bool(strategy.get("reduce_each")),
         "averaged": any(target.endswith(".EMA") for target in targets),
         "level": "none" if _is_automatic(cfg) else cfg.task.parallel.activation_checkpointing,
