@@ -12,6 +12,7 @@ import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from multiprocessing.queues import SimpleQueue
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ import lightning.fabric.utilities.rank_zero as rank_zero
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch.distributed import TCPStore
+
+Ports = SimpleQueue[int]
 
 # a forked process gets a new thread pool on first use, for which the threads of several GPUs would race (torch 2.11)
 os.register_at_fork(after_in_child=lambda: torch.set_num_threads(torch.get_num_threads()))
@@ -35,15 +38,14 @@ def run_ranks(world: int, function: Callable[[int], Any], seconds: float = 200) 
     Raises:
         AssertionError: a rank failed or hung; holds its traceback.
     """
-    # as torchrun does, the parent holds the store: its port is taken from the start, and it outlives every rank
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     context = multiprocessing.get_context("fork")
-    pipes = [context.Pipe(duplex=False) for _ in range(world)]
+    pipes, ports = [context.Pipe(duplex=False) for _ in range(world)], context.SimpleQueue()
     processes = [
-        context.Process(target=_run, args=(rank, world, store.port, function, pipes[rank][1])) for rank in range(world)
+        context.Process(target=_run, args=(rank, world, ports, function, pipes[rank][1])) for rank in range(world)
     ]
     for process in processes:
         process.start()
+    store = store_of(world, ports)
     end = time.monotonic() + seconds
     try:
         results = []
@@ -58,14 +60,28 @@ def run_ranks(world: int, function: Callable[[int], Any], seconds: float = 200) 
             process.join(max(0.1, min(5.0, end - time.monotonic())))
             process.kill()
             process.join()
+        # it has served the ranks until here
+        del store
 
 
-def _run(rank: int, world: int, port: int, function: Callable[[int], Any], pipe: Connection) -> None:
-    become_rank(rank, world, port)
+def _run(rank: int, world: int, ports: Ports, function: Callable[[int], Any], pipe: Connection) -> None:
+    become_rank(rank, world, ports.get())
     try:
         pipe.send((None, function(rank)))
     except BaseException:
         pipe.send((traceback.format_exc(), None))
+
+
+def store_of(world: int, ports: Ports) -> TCPStore:
+    """The store of ranks that are forked already, of whom each gets its port.
+
+    As torchrun does, the parent holds it: its port is taken from the start, and it outlives every rank. A rank that is
+    forked while the thread of the store answers another would wait forever for a lock that this thread had.
+    """
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    for _ in range(world):
+        ports.put(store.port)
+    return store
 
 
 def become_rank(rank: int, world: int, port: int) -> None:
@@ -101,13 +117,14 @@ class Ranks:
     """
 
     def __init__(self, world: int, function: Callable[[int], object], folder: Path):
-        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._folder, self._world, self._function = folder, world, function
         folder.mkdir(parents=True, exist_ok=True)
         context = multiprocessing.get_context("fork")
+        self._ports: Ports = context.SimpleQueue()
         self.processes = [context.Process(target=self._run, args=(rank,)) for rank in range(world)]
         for process in self.processes:
             process.start()
+        self._store = store_of(world, self._ports)
 
     def __enter__(self) -> Ranks:
         return self
@@ -131,7 +148,7 @@ class Ranks:
             signal.signal(number, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         if self._world > 1:
-            become_rank(rank, self._world, self._store.port)
+            become_rank(rank, self._world, self._ports.get())
         self._function(rank)
 
     def lose_store(self) -> None:
