@@ -22,6 +22,8 @@ QUICK = [
     *(("staged", {"stages": stages}) for stages in ("c_f", "c_f_l")),
     ("dynamic_hilbert", {"tokens": 8, "sub_tokens": 4, "padding": "zeros", "allow_training": True}),
     ("video_sparse", {"rule": "top_p", "top_p": 0.5, "over": "layer"}),
+    ("video_sparse", {"over": "head"}),
+    ("staged", {"stages": "c_fl", "over": "layer"}),
     ("neighborhood", TILED),
     ("sla", {"linear": "marginal", "tile_thw": (2, 2, 2), "partition": "cube"}),
 ]
@@ -29,7 +31,7 @@ PASSES = ({}, {"dense": True, "topk": 100})
 
 
 # heads that are computed together, whatever the ranks, and methods that need all queries of a head
-TOGETHER = ({"score": "random"}, {"over": "layer"})
+TOGETHER = ({"score": "random"},)
 WHOLE_NAMES = (
     "fine_grained",
     "llsa",
@@ -40,9 +42,8 @@ WHOLE_NAMES = (
     "spargeattention2",
     "staged",
     "strided_window",
-    "vsa2",
 )
-WHOLE = ({"order": 2}, {"levels": 2}, {"over": "head"})
+WHOLE = ({"order": 2}, {"levels": 2})
 
 
 def refuses(name: str, options: dict[str, object], world: int) -> bool:

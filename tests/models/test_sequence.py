@@ -96,9 +96,10 @@ def test_classes_of_diffusers_are_divided_or_refuse():
 
 
 @pytest.mark.slow
-def test_compiled_blocks_are_divided():
+@pytest.mark.parametrize("over", ["row", "layer"])
+def test_compiled_blocks_are_divided(over):
     def make(compiled: bool) -> Network:
-        model = make_model(partial(SPARSE, rule="topk", top_p=None))
+        model = make_model(partial(SPARSE, rule="topk", top_p=None, over=over))
         if compiled:
             model.compile_blocks(backend="aot_eager")
         return model

@@ -501,13 +501,13 @@ def in_a_fork(arguments: list[str], folder: Path) -> tuple[int | None, str]:
             "task.parallel.sequence=3",
             "task.parallel.sequence=3 must divide the number of ranks, which is 2",
         ),
-        ("lightning", "task.parallel.sequence=2", "task.parallel.sequence=2: over=layer needs all heads on one rank"),
+        ("lightning", "task.parallel.sequence=2", "task.parallel.sequence=2: score=random needs all heads on one rank"),
     ],
 )
 def test_an_error_of_all_ranks_is_reported_once(training, tiny_overrides, tmp_path, launcher, setting, told):
     # found out when both ranks stand
     words = [*command(launcher), *tiny_overrides, f"output_dir={training.output}", "trainer=ddp", setting]
-    words += ["attention.over=layer"] if "sequence=2" in setting else []
+    words += ["attention.score=random"] if "sequence=2" in setting else []
     if launcher == "lightning":
         status, err = in_a_fork(words[1:], tmp_path)
     else:

@@ -212,7 +212,7 @@ class AttentionMethod(nn.Module):
     ) -> Tensor:
         """Output `[B, l, H, D]` of this rank's tokens, from other ranks' keys and values too; gates do not travel."""
         heads = division.to_heads(q, keys=False), division.to_heads(k, keys=True), division.to_heads(v, keys=True)
-        parts = attend(*heads, replace(ctx, division=None, layout=division.queries))
+        parts = attend(*heads, replace(ctx, division=None, across=division, layout=division.queries))
         parts = {name: division.to_tokens(part, self.rows_of(name)) for name, part in parts.items()}
         return self.combine(parts, extra, replace(ctx, layout=division.local))
 

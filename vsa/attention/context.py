@@ -51,6 +51,7 @@ class AttnContext:
         recorder: recorder of the layers' internals; None in the hot path.
         listed: int64 `[layers]`, or of one layer after `layer()`, which gets the pairs of its lists, see `count`.
         division: the tokens of this rank, where others share the sample; None: it has all of them.
+        across: the same in `attend`, which has some of the heads or queries, for budgets that other ranks share.
     """
 
     layout: TileLayout
@@ -62,6 +63,7 @@ class AttnContext:
     recorder: Recorder | None = None
     listed: Tensor | None = None
     division: Division | None = None
+    across: Division | None = None
 
     def cut(self, x: Tensor) -> Tensor:
         """The tokens of this rank of x `[B, L, ...]`, which are in the layout's order."""

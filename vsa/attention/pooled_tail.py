@@ -116,7 +116,7 @@ class PooledTail(SelectingAttention):
             scores = self.scores(q, k, v, layout)
             # without a tail the output may lack a tile
             scores = with_damage_first(scores, k, v, layout) if self.tail == "none" else scores
-            return self.choose(scores, topk, layout, logits_of=self.map_logits, **masks)
+            return self.choose(scores, topk, ctx, logits_of=self.map_logits, **masks)
 
         index, rest, mass = ctx.select(choose), None, None
         if self.tail == "none":
@@ -147,7 +147,7 @@ class PooledTail(SelectingAttention):
         inside = None if nodes is None else self._tiles_of(nodes, layout)
         ranked = partial(self.scores, q, k, v, layout, logits)
         how: dict[str, Any] = {"logits_of": self.map_logits, "candidates": inside}
-        index = ctx.select(lambda topk: self.choose(ranked(), topk, layout, **how))
+        index = ctx.select(lambda topk: self.choose(ranked(), topk, ctx, **how))
         fine, lse = block_sparse_attn(q, k, v, index, q_blocks=blocks, kv_blocks=blocks, backend=self.backend)
         others, values = self._tail(q, k, v, logits, index.to_dense(blocks.num), nodes, layout)
         total = torch.cat((lse[..., None], others), dim=-1).logsumexp(-1, keepdim=True)

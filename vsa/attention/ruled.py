@@ -6,12 +6,13 @@ import math
 from collections.abc import Callable
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 from vsa_kernels import BlockIndex
 
 from vsa.attention.base import AttentionMethod
+from vsa.attention.context import AttnContext
 from vsa.attention.kept_tiles import KeptTiles
-from vsa.attention.layout import TileLayout
 from vsa.attention.selection import Over, RowRule, select_blocks
 from vsa.settings import PositiveShare, validated
 
@@ -41,6 +42,8 @@ class RuledAttention(AttentionMethod):
         **layer: see `AttentionMethod`.
     """
 
+    takes_query_parts = True
+
     def __init__(
         self,
         *,
@@ -62,10 +65,6 @@ class RuledAttention(AttentionMethod):
         self.over: Over = over
         self.selects = rule in ("topk", "larger_of_both")
         self.predicts = not self.selects
-        # rows of a part compete with those of other ranks
-        self.takes_query_parts = over == "row"
-        if over == "layer":
-            self.needs_all_heads = f"over={over}"
         # a compiled block cannot construct a rule; None: a plain top-k
         self.row_rule: RowRule | None = None
         if (rule, over) != ("topk", "row"):
@@ -88,7 +87,7 @@ class RuledAttention(AttentionMethod):
         self,
         scores: Tensor,
         topk: KeptTiles,
-        layout: TileLayout,
+        ctx: AttnContext,
         *,
         logits_of: Callable[[Tensor], Tensor | None],
         candidates: Tensor | None = None,
@@ -100,7 +99,7 @@ class RuledAttention(AttentionMethod):
         Args:
             scores: `[B, H, Nq, Nkv]`; inf for tiles that are kept whatever the others have.
             topk: count of the layer.
-            layout: layout of the row.
+            ctx: context of the layer; ranks that share a budget select together.
             logits_of: gives the logits of an attention map for the scores; None: there is no such map, and shares are
                 those of the scores, at least 0, in their row.
             candidates, always, **masks: see `select_blocks`.
@@ -111,11 +110,17 @@ class RuledAttention(AttentionMethod):
             logits = logits_of(scores)
             scores = scores.log() if logits is None else logits
         if rule.over != "row":
-            if (samples := len(layout.sample_spans)) > 1:
+            if (samples := len(ctx.layout.sample_spans)) > 1:
                 raise ValueError(f"over={rule.over} shares a budget inside a sample, got {samples} in a row")
             # inf has no softmax
             damaged = scores == math.inf
             hidden = damaged if candidates is None else damaged | ~candidates
             hidden = hidden if always is None else hidden | always
             scores = scores.masked_fill(hidden, -math.inf).softmax(-1).masked_fill(damaged, math.inf)
-        return select_blocks(scores, rule, topk=topk, candidates=candidates, always=always, **masks)
+        masks |= {"candidates": candidates, "always": always}
+        ranks = ctx.across
+        if ranks is None or rule.over == "row" or (rule.over == "head" and ranks.groups == ranks.ranks.size):
+            return select_blocks(scores, rule, topk=topk, **masks)
+        for name, mask in masks.items():
+            masks[name] = None if mask is None else ranks.of_all(mask.expand(scores.shape).to(torch.uint8)).bool()
+        return ranks.own_lists(select_blocks(ranks.of_all(scores), rule, topk=topk, **masks))

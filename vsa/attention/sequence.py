@@ -3,7 +3,8 @@
 Between the attentions every rank computes with its own tokens, a run of whole query tiles. For attention, q, k and v
 travel: a rank gets some of the heads for all keys, computes these as one process would, and sends what came out back to
 the ranks of the tokens. H heads on N ranks make G = gcd(H, N) groups of heads and N / G shards of the queries: 12 heads
-on 8 ranks are 4 groups of 3 heads, each for two halves of the query tiles.
+on 8 ranks are 4 groups of 3 heads, each for two halves of the query tiles. Rows that share a budget over ranks are
+selected on all of them, by the scores of all, which travel.
 
 B batch, L tokens of a sample, l tokens of this rank, n rows that a rank gets in attention, H heads, h heads of a group,
 D head dim.
@@ -22,7 +23,7 @@ import torch
 import torch.distributed._functional_collectives as collectives
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from vsa_kernels.block_index import Blocks
+from vsa_kernels.block_index import BlockIndex, Blocks
 
 from vsa.attention.layout import Span, TileLayout
 from vsa.attention.tiling import Grid
@@ -92,7 +93,7 @@ class Division:
         spans = token_spans(layout, ranks.size)
         self.ranks, self.groups = ranks, math.gcd(ranks.size, num_heads)
         self.local = layout.derive(part_of, *spans[ranks.rank])
-        self.queries = layout
+        self.queries, self._tile = layout, layout.tile_thw
         if self.groups < ranks.size:
             shard = [spans[rank] for rank in self._shard]
             self.queries = layout.derive(part_of, shard[0][0], shard[-1][1])
@@ -157,6 +158,31 @@ class Division:
         received = self._in_shard([own] * self.ranks.size)
         x = self.ranks.exchange(x.transpose(0, 1), send=self._in_shard(rows), receive=received)
         return x.unflatten(0, (self.groups, own)).permute(2, 1, 0, 3, 4).flatten(2, 3)
+
+    def of_all(self, x: Tensor) -> Tensor:
+        """Rows `[B, H, Nq, M]` of all heads and query tiles, on every rank, of x `[B, h, n, M]`; no gradient."""
+        size, batch, heads, *_ = self.ranks.size, *x.shape
+        rows = x.detach().flatten(0, 2)
+        receive = [batch * heads * tiles for tiles in self._shard_tiles for _ in range(self.groups)]
+        received = self.ranks.exchange(rows.repeat(size, 1), send=[len(rows)] * size, receive=receive)
+        parts = [part.unflatten(0, (batch, heads, -1)) for part in received.split(receive)]
+        shards = (torch.cat(parts[start : start + self.groups], dim=1) for start in range(0, size, self.groups))
+        return torch.cat(list(shards), dim=2)
+
+    def own_lists(self, index: BlockIndex) -> BlockIndex:
+        """The lists of this rank's heads and query tiles, of an index `[B, H, Nq, Nkv]` of all."""
+        heads = index.kv_num_blocks.shape[1] // self.groups
+        first, start = self.ranks.rank % self.groups * heads, sum(self._shard_tiles[: self.ranks.rank // self.groups])
+        stop = start + self._shard_tiles[self.ranks.rank // self.groups]
+        own = (slice(None), slice(first, first + heads), slice(start, stop))
+        lists = {name: getattr(index, name)[own].contiguous() for name in ("kv_indices", "kv_num_blocks")}
+        return replace(index, **lists)
+
+    @property
+    def _shard_tiles(self) -> list[int]:
+        """Query tiles of each shard of the queries."""
+        tiles = self.rows[self._tile]
+        return [sum(tiles[start : start + self.groups]) for start in range(0, self.ranks.size, self.groups)]
 
 
 def token_spans(layout: TileLayout, ranks: int) -> list[Span]:

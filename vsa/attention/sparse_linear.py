@@ -83,7 +83,7 @@ class SparseLinearAttention(SelectingAttention):
             index, out = dense_index(layout), dense_attn(q, k, v)
         else:
             ranked = partial(with_damage_first, scores, k, v, layout)
-            index = ctx.select(lambda topk: self.choose(ranked(), topk, layout, logits_of=self.map_logits))
+            index = ctx.select(lambda topk: self.choose(ranked(), topk, ctx, logits_of=self.map_logits))
             out, _ = block_sparse_attn(q, k, v, index, q_blocks=blocks, kv_blocks=blocks, backend=self.backend)
         marginal = ~index.to_dense(blocks.num) if self.linear == "marginal" else None
         linear = linear_attn(q, k, v, marginal, blocks)

@@ -182,7 +182,7 @@ class StagedAttention(SelectingAttention):
         elif self.has_fine:
             ctx.kept(q)
             scores = ranked = self._ranked(q, k, v, logits, layout) if ctx.ranks else None
-            index = ctx.select(lambda topk: self._select(with_damage_first(ranked, k, v, layout), topk, window, layout))
+            index = ctx.select(lambda topk: self._select(with_damage_first(ranked, k, v, layout), topk, window, ctx))
             parts["fine"] = self._fine(q, k, v, layout, index)
         if window is not None and not self.joined:
             name, local = "window" if self.has_fine else "fine", BlockIndex.from_dense(window.tiles[None, None])
@@ -258,9 +258,9 @@ class StagedAttention(SelectingAttention):
             return self.map_logits(scores)
         return scores if same or self.pooled_map == "logits" else scores.log()
 
-    def _select(self, scores: Tensor, topk: KeptTiles, window: Window | None, layout: TileLayout) -> BlockIndex:
+    def _select(self, scores: Tensor, topk: KeptTiles, window: Window | None, ctx: AttnContext) -> BlockIndex:
         topk = topk.less(self._fewer(window))
-        choose = partial(self.choose, scores, topk, layout, logits_of=lambda x: self._as_logits(x, None, layout))
+        choose = partial(self.choose, scores, topk, ctx, logits_of=lambda x: self._as_logits(x, None, ctx.layout))
         if window is not None and self.stages == "c_f_l_e":
             return choose(candidates=~window.tiles)
         if window is not None and self.joined:

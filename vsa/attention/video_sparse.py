@@ -138,7 +138,7 @@ class VideoSparseAttention(SelectingAttention):
                 scores = self.scores(q, k, v, layout)
                 logits, logits_of = self.map_logits(scores), self.map_logits
             how: dict[str, Any] = {"candidates": layout.candidates, "always": layout.always, "logits_of": logits_of}
-            index = ctx.select(lambda topk: self.choose(with_damage_first(scores, k, v, layout), topk, layout, **how))
+            index = ctx.select(lambda topk: self.choose(with_damage_first(scores, k, v, layout), topk, ctx, **how))
             fine, _ = block_sparse_attn(video, k, v, index, **tiles, backend=self.backend)
             fine = layout.merge(fine, text_attn(q, k, v, layout))
         if ctx.recorder is not None:
