@@ -139,6 +139,8 @@ def tune_sparge(asked: TuneSettings) -> Path:
 
             def inputs(items: Sequence[Capture] = items) -> Iterator[Input]:
                 for item in items:
+                    if item.before or item.after:
+                        raise ValueError(f"{item.place} has text in its rows, which are tuned for video alone")
                     q, k, v = (x.to(device, getattr(torch, dtype)) for x in (item.q, item.k, item.v))
                     yield Input(q, k, v, item.grid_thw)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,11 +11,12 @@ import torch
 from safetensors.torch import save_file
 
 from vsa.data.toy_videos import render_clip
-from vsa.evaluation.comparison.captures import Captures, load_captures, save_captures
+from vsa.evaluation.comparison.captures import Capture, Captures, load_captures, save_captures
 from vsa.evaluation.comparison.measure import measure
 from vsa.evaluation.comparison.methods import AS_TRAINED, Method, parse_method
 from vsa.evaluation.comparison.runs import RunModel
 from vsa.evaluation.inspection.clip import Clip
+from vsa.evaluation.sparge_tuning import TuneSettings, tune_sparge
 from vsa.sampling.pipeline import SamplingPipeline, load_run
 
 
@@ -103,6 +105,24 @@ def test_a_file_brings_captures_back(seen, tmp_path: Path):
             assert torch.equal(getattr(ours, name), getattr(theirs, name))
         assert ours.extra.keys() == theirs.extra.keys()
         assert all(torch.equal(x, theirs.extra[name]) for name, x in ours.extra.items())
+
+
+def test_a_file_keeps_the_texts_of_a_row(tmp_path: Path):
+    x = torch.randn(1, 8 + 6, 2, 4)
+    item = Capture(name="a", grid_thw=(2, 2, 2), q=x, k=x + 1, v=x + 2, before=[2, 1], after=[3])
+    path = save_captures(Captures(items=[item], source="x"), tmp_path / "q.safetensors")
+    (copy,) = load_captures(path).items
+    assert copy.segments == item.segments
+    assert [(segment.kind, segment.num_tokens) for segment in copy.segments] == [
+        ("text", 2), ("text", 1), ("video", 8), ("text", 3)
+    ]  # fmt: skip
+    assert torch.equal(copy.q, x)
+    save_captures(Captures(items=[replace(item, after=[2])], source="x"), path)
+    with pytest.raises(ValueError, match=r"0.q must be .* the 13 tokens of \(2, 2, 2\) and 5 of text, got \[1, 14"):
+        load_captures(path)
+    save_captures(Captures(items=[item], source="x"), path)
+    with pytest.raises(ValueError, match="layer 0: a has text in its rows, which are tuned for video alone"):
+        tune_sparge(TuneSettings(captures=path, out=tmp_path / "tuned"))
 
 
 def test_files_that_are_none_are_refused(tmp_path: Path):

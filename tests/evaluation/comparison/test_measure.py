@@ -36,28 +36,48 @@ def dense(capture: Capture) -> tuple[torch.Tensor, torch.Tensor]:
     return weights, (weights @ v).transpose(1, 2)
 
 
+def with_text(capture: Capture, before: list[int], after: list[int]) -> Capture:
+    """Texts around the video, whose keys a video query attends to as much as to its own tile."""
+    generator = torch.Generator().manual_seed(7)
+
+    def around(x: torch.Tensor) -> torch.Tensor:
+        pieces = (torch.randn(1, sum(n), *x.shape[2:], generator=generator) * 2 for n in (before, after))
+        return torch.cat([next(pieces), x, next(pieces)], dim=1)
+
+    q, k, v = map(around, (capture.q, capture.k, capture.v))
+    return Capture(name="text", grid_thw=capture.grid_thw, q=q, k=k, v=v, before=before, after=after)
+
+
 def mean_mask(capture: Capture, topk: int) -> torch.Tensor:
-    """Bool [B, H, L, L]: the topk tiles by mean query times mean key, tile by tile."""
+    """Bool [B, H, L, L]: the topk tiles by mean query times mean key, tile by tile; a text sees and is seen by all."""
+    video = slice(sum(capture.before), capture.q.shape[1] - sum(capture.after))
     ids = torch.tensor(cube_ids(capture.grid_thw, TILE))
     members = torch.stack([ids == n for n in range(int(ids.max()) + 1)]).double()
     mean = members / members.sum(1, keepdim=True)
-    q, k = (mean @ x.double().transpose(1, 2) for x in (capture.q, capture.k))
+    q, k = (mean @ x[:, video].double().transpose(1, 2) for x in (capture.q, capture.k))
     scores = q @ k.transpose(-1, -2)
     selection = torch.zeros_like(scores).scatter_(-1, scores.topk(topk).indices, 1)
-    return (members.T @ selection @ members) > 0
+    mask = torch.ones(*selection.shape[:2], capture.q.shape[1], capture.q.shape[1], dtype=torch.bool)
+    mask[:, :, video, video] = (members.T @ selection @ members) > 0
+    return mask
 
 
-@pytest.mark.parametrize("grid", [(2, 4, 6), (3, 5, 7)], ids=str)
+@pytest.mark.parametrize(
+    ("grid", "before", "after"),
+    [((2, 4, 6), [], []), ((3, 5, 7), [], []), ((3, 5, 7), [6], []), ((3, 5, 7), [2, 9], [3])],
+    ids=str,
+)
 @pytest.mark.parametrize("queries", [None, 20], ids=["all", "some"])
-def test_numbers_are_those_of_dense_attention_under_the_mask(grid, queries):
-    capture, topk, length = drawn(grid), 3, math.prod(grid)
+def test_numbers_are_those_of_dense_attention_under_the_mask(grid, before, after, queries):
+    """Recall and errors of the video's queries, density of the row."""
+    capture, topk, length = with_text(drawn(grid), before, after), 3, math.prod(grid)
     rows = rows_of(capture, f"video_sparse topk={topk}", queries=queries, seed=5)
     row, full = rows[f"video_sparse topk={topk}"], rows["full"]
     weights, exact = dense(capture)
     mask = mean_mask(capture, topk)
     masked_weights = weights * mask
     out = (masked_weights / masked_weights.sum(-1, keepdim=True) @ capture.v.double().transpose(1, 2)).transpose(1, 2)
-    some = torch.randperm(length, generator=torch.Generator().manual_seed(5))[: queries or length]
+    some = torch.randperm(length, generator=torch.Generator().manual_seed(5))[: queries or length] + sum(before)
     error, size = (out - exact)[:, some], exact[:, some]
     assert row.recall == pytest.approx(float(masked_weights.sum(-1)[:, :, some].mean()), abs=1e-5)
     heads = masked_weights.sum(-1)[:, :, some].mean(-1).flatten()
@@ -72,6 +92,11 @@ def test_numbers_are_those_of_dense_attention_under_the_mask(grid, queries):
     # control: another top-k is another mask; other queries are another mean
     other = mean_mask(capture, topk + 1)
     assert abs(row.recall - float((weights * other).sum(-1)[:, :, some].mean())) > 1e-3
+    if before or after:
+        # control: all rows, or the video's keys alone
+        video = slice(sum(before), sum(before) + length)
+        assert abs(row.recall - float(masked_weights.sum(-1).mean())) > 1e-3
+        assert row.recall > float(masked_weights[:, :, some, video].sum(-1).mean()) + 1e-2
     if queries is not None:
         assert abs(row.recall - float(masked_weights.sum(-1).mean())) > 1e-5
     assert (full.density, full.visited, full.recall) == (1, 1, pytest.approx(1, abs=1e-5))

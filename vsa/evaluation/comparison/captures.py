@@ -1,6 +1,6 @@
 """Captures: queries, keys and values for the comparison of methods, recorded from a model or read from a file.
 
-B batch, L tokens in raster order, H / Hkv query / kv heads, D head dim.
+B batch, L tokens of a row in raster order, text included, H / Hkv query / kv heads, D head dim.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ Keep = Callable[..., None]
 FORMAT = "vsa-captures-1"
 MEANING = (
     "N.q, N.k, N.v [B, L, H, D] of capture N: queries, keys and values of one self-attention after qk-norm and RoPE, "
-    "tokens in raster order of grid_thw (time, height, width); logits are q k^T / sqrt(D). N.extra.NAME [B, L, H, D]: "
-    "gates of the model's own method"
+    "tokens in raster order of grid_thw (time, height, width), with the texts of `before` and `after` around them; "
+    "logits are q k^T / sqrt(D). N.extra.NAME [B, L, H, D]: gates of the model's own method"
 )
 _CAPTURE = {
     "name": str,
@@ -39,6 +39,8 @@ _CAPTURE = {
     "layer": Count,
     "timestep": float | None,
     "topk": int | None,
+    "before?": [AtLeastOne],
+    "after?": [AtLeastOne],
 }
 _FACTS = {"source": str, "attention": dict[str, Any] | None, "captures": [_CAPTURE]}
 
@@ -57,6 +59,7 @@ class Capture:
         timestep: timestep in [0, 1000]; None for random fields.
         extra: outputs of `project` of the model's own method, `[B, L, H, D]` each.
         topk: tiles that the model's own method keeps in this layer.
+        before, after: tokens of the texts in front of the video and behind it in the row, text by text.
     """
 
     name: str
@@ -68,6 +71,14 @@ class Capture:
     timestep: float | None = None
     extra: Mapping[str, Tensor] = field(default_factory=dict)
     topk: int | None = None
+    before: Sequence[int] = ()
+    after: Sequence[int] = ()
+
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        """The row."""
+        before, after = ([Segment((1, 1, n), kind="text") for n in lengths] for lengths in (self.before, self.after))
+        return (*before, Segment(self.grid_thw), *after)
 
     @property
     def place(self) -> str:
@@ -97,7 +108,7 @@ class Watched(AttentionMethod):
     def __init__(self, method: AttentionMethod, keep: Keep):
         sizes = {name: getattr(method, name) for name in ("dim", "num_heads", "head_dim", "layer_idx")}
         super().__init__(**sizes)
-        self.method, self.keep = method, keep
+        self.method, self.keep, self.takes_text = method, keep, method.takes_text
         self.is_dense, self.selects, self.predicts = method.is_dense, method.selects, method.predicts
 
     def extra_modules(self) -> dict[str, torch.nn.Module]:
@@ -125,7 +136,7 @@ def save_captures(captures: Captures, path: Path) -> Path:
         named_tensors = {"q": item.q, "k": item.k, "v": item.v}
         named_tensors |= {f"extra.{name}": x for name, x in item.extra.items()}
         tensors |= {f"{i}.{name}": x.contiguous() for name, x in named_tensors.items()}
-        descriptions.append({name: getattr(item, name) for name in _CAPTURE})
+        descriptions.append({name: getattr(item, name) for name in (key.removesuffix("?") for key in _CAPTURE)})
     facts = {"source": captures.source, "attention": captures.attention, "captures": descriptions}
     with atomic_file(path) as temporary:
         save_file(tensors, temporary, metadata={"format": FORMAT, "meaning": MEANING, "captures": json.dumps(facts)})
@@ -156,10 +167,12 @@ def load_captures(path: Path) -> Captures:
 def _item(tensors: Mapping[str, Tensor], i: int, description: Mapping[str, Any]) -> Capture:
     t, h, w = description["grid_thw"]
     q, k, v = (finite(tensors[f"{i}.{name}"], f"{i}.{name}", "captures") for name in "qkv")
+    text = sum(description.get("before", [])) + sum(description.get("after", []))
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.dim() != 4 or x.shape[1] != t * h * w:
+        if x.dim() != 4 or x.shape[1] != t * h * w + text:
+            of = f"{t, h, w} and {text} of text" if text else f"{t, h, w}"
             raise ValueError(
-                f"{i}.{name} must be [B, L, H, D] with the {t * h * w} tokens of {t, h, w}, got {list(x.shape)}"
+                f"{i}.{name} must be [B, L, H, D] with the {t * h * w + text} tokens of {of}, got {list(x.shape)}"
             )
     prefix = f"{i}.extra."
     extra = {name.removeprefix(prefix): x for name, x in tensors.items() if name.startswith(prefix)}

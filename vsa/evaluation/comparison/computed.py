@@ -24,8 +24,8 @@ class Computed(NamedTuple):
     Args:
         density: computed token pairs over all pairs, averaged over samples and heads.
         visited: token pairs in visited tiles over all pairs; larger than `density` with fine masks.
-        rows: function from int64 query tokens `[n]` to the visible keys, bool `[B|1, H|1, n, L]`; None for a method
-            that attends to no tokens (pooled keys only).
+        rows: function from int64 query tokens `[n]` of the video to the visible keys of the row, bool
+            `[B|1, H|1, n, L]`; None for a method that attends to no tokens (pooled keys only).
     """
 
     density: float
@@ -34,7 +34,7 @@ class Computed(NamedTuple):
 
 
 def computed_pairs(method: AttentionMethod, layout: TileLayout, recorded: Mapping[str, Tensor] | None) -> Computed:
-    """Token pairs that a method computed in a row of one video.
+    """Token pairs that a method computed in a row of one video, with or without text.
 
     Args:
         method: method of the layer.
@@ -62,11 +62,15 @@ def computed_pairs(method: AttentionMethod, layout: TileLayout, recorded: Mappin
 
 def of_lists(index: BlockIndex, layout: TileLayout) -> Computed:
     """Token pairs of tile lists; see `computed_pairs`."""
-    q_blocks, kv_blocks = layout.blocks, layout.kv_blocks
+    q_blocks, kv_blocks, (start, stop) = layout.video_blocks, layout.kv_blocks, layout.video_spans[0]
     if index.kv_indices.shape[2] != q_blocks.num:
         raise ValueError(
             f"recorded lists must have the {q_blocks.num} query tiles of the layout, got {index.kv_indices.shape[2]}"
         )
     tiles = BlockIndex(kv_indices=index.kv_indices, kv_num_blocks=index.kv_num_blocks)
-    visible, visited = (float(density(lists, q_blocks, kv_blocks).mean()) for lists in (index, tiles))
-    return Computed(visible, visited, lambda tokens: visible_keys(index, tokens, q_blocks, kv_blocks))
+    # text attends to all tokens
+    video = (stop - start) / layout.num_tokens
+    visible, visited = (
+        float(density(lists, q_blocks, kv_blocks).mean()) * video + (1 - video) for lists in (index, tiles)
+    )
+    return Computed(visible, visited, lambda tokens: visible_keys(index, tokens - start, q_blocks, kv_blocks))

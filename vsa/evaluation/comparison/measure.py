@@ -1,6 +1,6 @@
 """Measurement of the density, recall, error and time of methods on one capture.
 
-B batch, L tokens, H heads, D head dim, n sampled query tokens.
+B batch, L tokens of a row, H heads, D head dim, n sampled query tokens, of the video alone.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from vsa_kernels import BlockIndex, block_sparse_attn
 from vsa.attention.base import AttentionMethod
 from vsa.attention.context import INDEX, AttnContext, recorded_index
 from vsa.attention.kept_tiles import KeptTiles
-from vsa.attention.layout import Segment, TileLayout
+from vsa.attention.layout import TileLayout
 from vsa.attention.scores import per_head
 from vsa.attention.stats import dense_weights, sample_tokens
 from vsa.errors import is_out_of_memory
@@ -121,7 +121,8 @@ def measure(
         calls = [call for one in prepared for call in (one, one.attention) if call is not None]
         timings = iter(interleaved_ms(calls, repeats, device))
         times = [(next(timings), None if one.attention is None else next(timings)) for one in prepared]
-        sampled = sample_tokens(q.shape[1], queries, seed=seed).to(device)
+        video = math.prod(capture.grid_thw)
+        sampled = sum(capture.before) + sample_tokens(video, queries, seed=seed).to(device)
         accuracies = _accuracy(prepared, (q, k, v), sampled, progress)
     dense_ms = statistics.median(times[0][0])
     rows = []
@@ -185,7 +186,7 @@ class _Prepared:
         with torch.random.fork_rng(devices=[]):
             attention = asked.make(dim=heads * dim, num_heads=heads, head_dim=dim, layer_idx=capture.layer)
         self.method: AttentionMethod = attention.to(q.device, q.dtype).eval()
-        self.layout: TileLayout = self.method.layout([Segment(capture.grid_thw)], q.device)
+        self.layout: TileLayout = self.method.layout(capture.segments, q.device)
         # methods that share a layout share the permuted tokens
         self.q, self.k, self.v = permuted.setdefault(
             id(self.layout), tuple(self.layout.permute(x).contiguous() for x in qkv)
@@ -213,8 +214,8 @@ class _Prepared:
 
     def _attention(self) -> Tensor:
         assert self.index is not None
-        q_blocks, kv_blocks = self.layout.blocks, self.layout.kv_blocks
-        return block_sparse_attn(self.q, self.k, self.v, self.index, q_blocks=q_blocks, kv_blocks=kv_blocks)[0]
+        q_blocks, kv_blocks = self.layout.video_blocks, self.layout.kv_blocks
+        return block_sparse_attn(self.layout.take_video(self.q), self.k, self.v, self.index, q_blocks=q_blocks, kv_blocks=kv_blocks)[0]
 
 
 def _bounded(index: BlockIndex) -> BlockIndex:

@@ -101,10 +101,12 @@ class ComparedModel(ABC):
                     if layer not in layers:
                         return
                     q, k, v, *rest = (ctx.layout.unpermute(x).cpu() for x in (q, k, v, *extra.values()))
+                    row = ctx.layout.segments
+                    (video,) = (i for i, segment in enumerate(row) if segment.is_video)
                     captures.append(
                         Capture(
                             name=name,
-                            grid_thw=ctx.layout.only_video("a capture").grid_thw,
+                            grid_thw=row[video].grid_thw,
                             q=q,
                             k=k,
                             v=v,
@@ -112,6 +114,8 @@ class ComparedModel(ABC):
                             timestep=timestep,
                             extra=dict(zip(extra, rest, strict=True)),
                             topk=None if self.attention is None else ctx.topk.count,
+                            before=[text.num_tokens for text in row[:video]],
+                            after=[text.num_tokens for text in row[video + 1 :]],
                         )
                     )
 
