@@ -17,7 +17,7 @@ DENSE, CLIPS = "With a dense model", "Recall and renders"
 def certify(
     model: Annotated[str, typer.Argument(help="export, or a dense pipeline or transformer (folder, hub id)")],
     out: Annotated[Path | None, option("output folder, or one to continue (NAME-certificate beside MODEL)")] = None,
-    pipeline: Annotated[str | None, option("Wan pipeline with an export's VAE and text encoder")] = None,
+    pipeline: Annotated[str | None, option("pipeline with an export's VAE and text encoder")] = None,
     latents: Annotated[
         opt.Grid | None, option("latent size of a clip (as trained, 21 60 104)", whole=(1, 4096), metavar="T H W")
     ] = None,
@@ -53,7 +53,7 @@ def certify(
     Parity: with all tiles, our attention equals that of diffusers' own class; an export also equals this project's
     network and its golden tensors. Then the time of a step, recall by head, and clips of the same noise, dense and
     sparse. Writes certificate.html and certificate.json; the same command continues after an interruption. What needs
-    a VAE and a text encoder, or is not known for a family, is named and left out. Exits with status 1 if parity fails.
+    a VAE and a text encoder is named and left out without them. Exits with status 1 if parity fails.
 
     \b
     vsa certify EXPORT --pipeline Wan2.1-T2V-1.3B-Diffusers --prompts PROMPTS.txt

@@ -22,15 +22,16 @@ from vsa.data.codecs import WanVAE
 from vsa.errors import usable_device
 from vsa.evaluation.certificate.transformer import Transformer
 from vsa.evaluation.comparison.agreement import SHOWN_FRAMES
-from vsa.evaluation.comparison.class_pipelines import KNOWN, ClassPipelineModel
+from vsa.evaluation.comparison.class_pipelines import ClassPipelineModel
 from vsa.evaluation.comparison.exported import ExportedModel
 from vsa.evaluation.comparison.folder import TILE, capture_clips, measure_captures
 from vsa.evaluation.comparison.methods import AS_TRAINED, Method, parse_method, parse_methods
 from vsa.evaluation.comparison.pipelines import PipelineModel
 from vsa.evaluation.comparison.settings import CompareSettings
 from vsa.evaluation.inspection.clip import Clip, check_numbers, check_timesteps, clip_names
+from vsa.integrations.diffusers.families import FAMILIES
 from vsa.integrations.diffusers.families.wan import FAMILY as WAN
-from vsa.integrations.diffusers.pipeline import FIRST, PIPELINE, SECOND, open_pipeline
+from vsa.integrations.diffusers.pipeline import FIRST, SECOND, open_pipeline
 from vsa.machine import environment
 from vsa.models.init import without_memory
 from vsa.progress import progress_bar
@@ -50,7 +51,7 @@ class CertifySettings:
         topk: kv tiles per query tile, for a dense model.
         sparsity: share of tiles skipped, for a dense model.
         tile: tokens per tile of the method.
-        pipeline: Wan pipeline with the VAE and the text encoder of an export; None: the model, if it is a pipeline.
+        pipeline: pipeline with the VAE and the text encoder of an export; None: the model, if it is a pipeline.
         prompts: captions of the paired renders.
         clips: videos whose q and k are measured; None: a dense clip of the first prompt.
         latents: latent frames, rows and columns of a clip; None: the first trained grid, or 81 frames of 480p.
@@ -210,35 +211,33 @@ class Subject:
 
     def _missing(self) -> dict[str, str]:
         asked, pipeline = self.asked, self.pipeline
-        reason, own = None, next(iter(self.transformers.values())).class_name
-        if own != WAN.name and (unknown := self._unknown(own)) is not None:
-            reason = unknown
+        first = next(iter(self.transformers.values()))
+        own, known = first.class_name, FAMILIES[first.class_name].pipeline
+        # another one on the hub is not downloaded for this
+        place = local_folder(asked.model) if pipeline == asked.model else Path(pipeline or "")
+        reason = None
+        if known is None:
+            reason = f"diffusers has no pipeline of {own}"
         elif pipeline is None:
-            reason = "needs a VAE and a text encoder, name the Wan pipeline with --pipeline"
+            reason = f"needs a VAE and a text encoder, name a {known} with --pipeline"
         elif self.method is not None and pipeline != asked.model:
             reason = f"a dense model is rendered in its own pipeline: vsa certify {pipeline}"
-        elif (index := Path(pipeline) / "model_index.json").is_file():
+        elif (index := place / "model_index.json").is_file():
             name = read_json(index).get("_class_name")
             lacking = [part for part in ("vae", "text_encoder") if not (Path(pipeline) / part).is_dir()]
-            if name not in (PIPELINE, *KNOWN):
-                reason = f"needs a {PIPELINE}, {pipeline} is a {name}"
+            lacking = lacking if Path(pipeline).is_dir() else []
+            if name != known:
+                reason = f"{own} needs a {known}, {pipeline} is a {name}"
             elif lacking:
                 reason = f"{pipeline} has no {' and no '.join(lacking)}"
+        if own != WAN.name and first.sparse is not None and first.sparse.step_list is not None:
+            reason = reason or f"distilled to the steps {list(first.sparse.step_list)}, which {known} is not sampled in"
         if reason is not None:
             return {RECALL: reason, RENDERS: reason}
         if own != WAN.name and not self.prompts:
             return {RECALL: "needs --prompt for this class", RENDERS: "needs prompts, --prompt or --prompts"}
         missing = {} if self.prompts else {RENDERS: "needs prompts, --prompt or --prompts"}
         return missing if self.prompts or asked.clips else {RECALL: "needs --clips, or --prompt", **missing}
-
-    def _unknown(self, class_name: str) -> str | None:
-        """Why a class other than Wan's is neither rendered nor has its recall measured; None: it is."""
-        index = local_folder(self.pipeline or self.asked.model) / "model_index.json"
-        name = read_json(index).get("_class_name") if index.is_file() else "no pipeline"
-        if name not in KNOWN:
-            known = ", ".join((PIPELINE, *KNOWN))
-            return f"known for {known}, whose rows hold the video alone; this is {class_name} in {name}"
-        return None if self.method is not None else f"exports are rendered in a {PIPELINE} only, this is {class_name}"
 
     @cached_property
     def _compared(self) -> CompareSettings:
@@ -256,8 +255,16 @@ class Subject:
         methods = [*parse_methods([]), *([] if self.method is None else [self.method])]
         first = next(iter(self.transformers.values()))
         if first.class_name != WAN.name:
-            options = {"dtype": getattr(torch, self.dtype), "device": self.device}
-            own = ClassPipelineModel(self.pipeline, latents=self.latents, grid=first.grid, **options)
+            own = ClassPipelineModel(
+                self.pipeline,
+                first.folder,
+                export=first.sparse,
+                latents=self.latents,
+                grid=first.grid,
+                flow_shift=self.asked.flow_shift,
+                dtype=getattr(torch, self.dtype),
+                device=self.device,
+            )
             own.prepare(methods, self._compared)
             return own
         sparse = {} if self.method is not None else {name: str(t.folder) for name, t in self.transformers.items()}

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,9 +13,9 @@ from vsa.checkpoints.sparse_config import SparseAttentionConfig
 from vsa.checkpoints.wan import attention_of
 from vsa.data.codecs import WanVAE
 from vsa.evaluation.comparison.methods import AS_TRAINED, Method
-from vsa.evaluation.comparison.pipelines import PipelineModel, Watcher, watched
+from vsa.evaluation.comparison.pipelines import PipelineModel
 from vsa.evaluation.comparison.settings import CompareSettings
-from vsa.integrations.diffusers import applied_attention, load_sparse, remove
+from vsa.integrations.diffusers import remove
 from vsa.integrations.diffusers.pipeline import clip_settings, trained_settings
 
 
@@ -32,6 +31,11 @@ class ExportedMethod(Method):
 
     def make(self, *, dim: int, num_heads: int, head_dim: int, layer_idx: int) -> AttentionMethod:
         return attention_of(self.export)(dim=dim, num_heads=num_heads, head_dim=head_dim, layer_idx=layer_idx)
+
+
+def as_trained(export: SparseAttentionConfig) -> Method:
+    """The method of an export, for the model that holds its weights."""
+    return ExportedMethod(label=AS_TRAINED, family=AS_TRAINED, config={}, trained=True, export=export)
 
 
 class ExportedModel(PipelineModel):
@@ -55,28 +59,8 @@ class ExportedModel(PipelineModel):
             remove(getattr(pipe, name))
         super().__init__(pipe, codec, source=" and ".join(dict.fromkeys(sparse.values())), latents=latents)
         # not empty: captures have the top-k of the model
-        self.attention = {"method": export.method}
-        self.own = [ExportedMethod(label=AS_TRAINED, family=AS_TRAINED, config={}, trained=True, export=export)]
+        self.attention, self.own = {"method": export.method}, [as_trained(export)]
 
     def prepare(self, methods: Sequence[Method], asked: CompareSettings) -> DenoisingPlan:
         guidance = self._guidance if asked.guidance is None else asked.guidance
         return super().prepare(methods, replace(asked, guidance=guidance))
-
-    def _capturing(self, add: Watcher) -> AbstractContextManager[None]:
-        return self._trained(add)
-
-    def _attending(self, method: Method, plan: DenoisingPlan | None, add: Watcher) -> AbstractContextManager[None]:
-        return self._trained(add) if method.trained else super()._attending(method, plan, add)
-
-    @contextmanager
-    def _trained(self, add: Watcher) -> Iterator[None]:
-        with ExitStack() as stack:
-            for name, source in self.sparse.items():
-                model = load_sparse(source, subfolder=name, transformer=getattr(self.pipe, name))
-                stack.callback(remove, model)
-                applied = applied_attention(model)
-                assert applied is not None
-                for layer in applied.layers:
-                    attend = layer.attn.processor.attend
-                    attend.method = watched(attend.method, add)
-            yield

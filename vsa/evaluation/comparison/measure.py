@@ -214,8 +214,8 @@ class _Prepared:
 
     def _attention(self) -> Tensor:
         assert self.index is not None
-        q_blocks, kv_blocks = self.layout.video_blocks, self.layout.kv_blocks
-        return block_sparse_attn(self.layout.take_video(self.q), self.k, self.v, self.index, q_blocks=q_blocks, kv_blocks=kv_blocks)[0]
+        q, blocks = self.layout.take_video(self.q), self.layout.video_blocks
+        return block_sparse_attn(q, self.k, self.v, self.index, q_blocks=blocks, kv_blocks=self.layout.kv_blocks)[0]
 
 
 def _bounded(index: BlockIndex) -> BlockIndex:

@@ -31,7 +31,7 @@ from vsa.evaluation.comparison.methods import Method
 from vsa.evaluation.comparison.model import ComparedModel
 from vsa.evaluation.comparison.settings import CompareSettings
 from vsa.evaluation.inspection.clip import Clip, read_clip
-from vsa.integrations.diffusers import apply, remove
+from vsa.integrations.diffusers import applied_attention, apply, load_sparse, remove
 from vsa.integrations.diffusers.pipeline import (
     ClipSettings,
     clip_settings,
@@ -61,6 +61,8 @@ class PipelineModel(ComparedModel):
 
     settings: ClipSettings
     seed: int
+    sparse: Mapping[str, str] = {}
+    """Folder or hub id of each sparse transformer, by its name in the pipeline; empty for a dense model."""
 
     def __init__(self, pipe: Any, codec: WanVAE, *, source: str, latents: Grid):
         self.pipe, self.codec, self.source = pipe, codec, source
@@ -133,13 +135,30 @@ class PipelineModel(ComparedModel):
 
     def _capturing(self, add: Watcher) -> AbstractContextManager[None]:
         """The attention whose q, k and v are captured, each of whose calls is passed to `add`."""
+        if self.sparse:
+            return self._trained(add)
         return attending(transformers(self.pipe), lambda **layer: watched(FullAttention(**layer), add))
 
     def _attending(self, method: Method, plan: DenoisingPlan | None, add: Watcher) -> AbstractContextManager[None]:
         """A method in the transformers, each of whose calls is passed to `add`."""
+        if method.trained:
+            return self._trained(add)
         followed = (plan or DenoisingPlan()).for_method(selects=method.selects, predicts=method.predicts)
         budget = {"topk": method.topk, "sparsity": method.sparsity, "denoising": followed}
         return attending(transformers(self.pipe), lambda **layer: watched(method.make(**layer), add), **budget)
+
+    @contextmanager
+    def _trained(self, add: Watcher) -> Iterator[None]:
+        with ExitStack() as stack:
+            for name, source in self.sparse.items():
+                model = load_sparse(source, subfolder=name, transformer=getattr(self.pipe, name))
+                stack.callback(remove, model)
+                applied = applied_attention(model)
+                assert applied is not None
+                for layer in applied.layers:
+                    attend = layer.attn.processor.attend
+                    attend.method = watched(attend.method, add)
+            yield
 
     def sampling(self) -> Mapping[str, Any]:
         weights = f"diffusers, {transformers(self.pipe)[0].dtype}".replace("torch.", "")

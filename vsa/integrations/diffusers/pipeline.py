@@ -138,7 +138,7 @@ def open_pipeline(
                 settings=settings,
             )
     if flow_shift is not None:
-        _set_shift(pipe, flow_shift)
+        set_shift(pipe, flow_shift)
     pipe.set_progress_bar_config(disable=True)
     return pipe.to(device)
 
@@ -335,11 +335,15 @@ def _is_sparse(folder: Path) -> bool:
     return has_sparse_config(folder) or any(is_gate(key) for key in WeightFiles(folder).keys)
 
 
-def _set_shift(pipe: Any, flow_shift: float) -> None:
+def set_shift(pipe: Any, flow_shift: float) -> None:
+    """Give the scheduler of a pipeline a flow shift, in place of one that depends on the size; ValueError where it has
+    none."""
     if not flow_shift > 0:
         raise ValueError(f"flow shift must be above 0, got {flow_shift}")
     config = pipe.scheduler.config
     name = next((name for name in ("flow_shift", "shift") if name in config), None)
     if name is None:
         raise ValueError(f"scheduler {type(pipe.scheduler).__name__} has no flow shift to set to {flow_shift}")
-    pipe.scheduler = type(pipe.scheduler).from_config(config, **{name: flow_shift})
+    # a dynamic shift ignores the given one
+    fixed = {"use_dynamic_shifting": False} if config.get("use_dynamic_shifting") else {}
+    pipe.scheduler = type(pipe.scheduler).from_config(config, **{name: flow_shift}, **fixed)

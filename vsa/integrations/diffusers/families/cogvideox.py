@@ -132,5 +132,6 @@ FAMILY = Family(
     grid=_grid,
     text="first",
     guided_batch=True,
+    pipeline="CogVideoXPipeline",
     parts=PARTS,
 )

@@ -40,6 +40,8 @@ class Family(NamedTuple):
         gate_settings: settings of video_sparse that fit the published gates of the class; None: the defaults.
         replaced: arguments of forward that become None, because the method takes the place of what they set.
         guided_batch: whether classifier-free guidance runs both passes in one batch, the unconditional half first.
+        pipeline: name of the pipeline of diffusers that makes videos of texts with it; None: there is none.
+        trained_arguments: arguments of the pipeline's call with which it runs a model as it is trained here.
         parts: what training has to know of it; None: it is only sampled.
     """
 
@@ -58,6 +60,8 @@ class Family(NamedTuple):
     gate_settings: Mapping[str, Any] | None = None
     replaced: tuple[str, ...] = ()
     guided_batch: bool = False
+    pipeline: str | None = None
+    trained_arguments: Mapping[str, Any] = {}
     parts: Parts | None = None
 
     def blocks(self, transformer: Any) -> list[Any]:

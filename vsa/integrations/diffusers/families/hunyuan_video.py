@@ -124,5 +124,8 @@ FAMILY = Family(
     grid=_grid,
     text="last",
     texts=_texts,
+    pipeline="HunyuanVideoPipeline",
+    # it embeds this one, and has another for two passes
+    trained_arguments={"guidance_scale": 1.0},
     parts=PARTS,
 )

@@ -88,5 +88,6 @@ FAMILY = Family(
     grid=_grid,
     text="last",
     texts=_texts,
+    pipeline="HunyuanVideo15Pipeline",
     parts=PARTS,
 )

@@ -129,5 +129,6 @@ FAMILY = Family(
     heads="num_heads",
     # masks of its own sparse attention, with another order of the tokens
     replaced=("sparse_params",),
+    pipeline="Kandinsky5T2VPipeline",
     parts=PARTS,
 )

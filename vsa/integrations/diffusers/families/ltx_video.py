@@ -88,5 +88,6 @@ FAMILY = Family(
     processor=VideoProcessor,
     grid=flat_grid,
     guided_batch=True,
+    pipeline="LTXPipeline",
     parts=PARTS,
 )

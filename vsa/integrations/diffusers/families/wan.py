@@ -61,5 +61,6 @@ FAMILY = Family(
     original=("WanAttnProcessor",),
     processor=VideoProcessor,
     grid=_grid,
+    pipeline="WanPipeline",
     parts=PARTS,
 )
