@@ -18,7 +18,7 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_module
 
 import vsa.checkpoints.run_checkpoint as checkpointing
-import vsa.training.train as run_module
+import vsa.training.start as start_module
 from tests.states import rewrite_state, state_of, write_older_state
 from tests.tiny_runs import TinyTraining
 from vsa.training.run_state import BACKEND, LEVEL
@@ -358,7 +358,7 @@ def test_refused_starts_leave_the_run_as_it_was(two_steps, tmp_path_factory, ove
 
 def test_a_resume_tells_which_settings_changed(training, monkeypatch):
     messages = []
-    monkeypatch.setattr(run_module, "rank_zero_info", messages.append)
+    monkeypatch.setattr(start_module, "rank_zero_info", messages.append)
     training("trainer.max_steps=2")
     messages.clear()
     overrides = (

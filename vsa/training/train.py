@@ -7,7 +7,6 @@ import os
 import warnings
 from collections.abc import Mapping
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +18,9 @@ from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_module, rank_zero_only
 from omegaconf import DictConfig, OmegaConf
 
-from vsa.checkpoints.run_checkpoint import Checkpoint, list_checkpoints, resolve_checkpoint
-from vsa.checkpoints.run_folder import RunFolder, check_folder, locked, refuse_inside_run
-from vsa.checkpoints.state_file import one_line
+from vsa.checkpoints.run_checkpoint import Checkpoint, list_checkpoints
+from vsa.checkpoints.run_folder import RunFolder, locked, refuse_inside_run
 from vsa.checkpoints.wan_config import transformer_config
-from vsa.checkpoints.weight_source import open_weights
 from vsa.config import build, build_task, check_settings, check_targets, in_run_folder, model_factory, resolved
 from vsa.data.parallel_dims import ParallelDims
 from vsa.data.sample_store import follow_codec
@@ -38,7 +35,7 @@ from vsa.training.callbacks.missed_validation import MissedValidation
 from vsa.training.callbacks.open_run_folder import OpenRunFolder
 from vsa.training.callbacks.print_estimate import PrintEstimate
 from vsa.training.callbacks.start_times import StartTimes
-from vsa.training.config_changes import changed_settings, listed, refuse_changes, refuse_unknown_keys
+from vsa.training.config_changes import refuse_unknown_keys
 from vsa.training.deadline import deadline_of
 from vsa.training.ending import fit, nothing_to_do
 from vsa.training.estimate.gpus import gpu_here
@@ -47,8 +44,8 @@ from vsa.training.model_sizes import fill_model, follow_rate
 from vsa.training.modules.checks import JobSize
 from vsa.training.out_of_memory import told_out_of_memory
 from vsa.training.parallel import choose_strategy
-from vsa.training.run_state import REPLAY, RunStart
 from vsa.training.sparsity_overrides import NOTHING, SparsityOverrides
+from vsa.training.start import overwrites, resumed_checkpoint, start_of
 
 KNOWN_WARNINGS = (
     # our streams distribute their items over workers themselves
@@ -160,7 +157,7 @@ def _task(
     """The module of a run; all mismatches of model, initial weights and data are told at once."""
     if resume is None:
         nothing_to_do(cfg.trainer.max_steps, None)
-    module = build_task(cfg, start=_start(cfg, resume))
+    module = build_task(cfg, start=start_of(cfg, resume))
     _check_job(cfg, module)
     # also where the data are looked at later
     _dims(cfg.trainer, module)
@@ -201,7 +198,7 @@ def _train(
         warnings.filterwarnings("ignore", message=message)
     rank_zero_module.log.addFilter(_no_advert)
 
-    resume = _resume(cfg, run_dir)
+    resume = resumed_checkpoint(cfg, run_dir, verify=not _may_be_several(cfg.trainer))
     refuse_unknown_keys(cfg.resume.allow, cfg, {} if resume is None else resume.state["config"])
     for line in (follow_codec(cfg.data), follow_rate(cfg)):
         if line is not None:
@@ -256,43 +253,6 @@ def _is_first_process(cfg: DictConfig) -> bool:
     return rank_zero_only.rank == 0 and (nodes == 1 or LightningEnvironment().node_rank() == 0)
 
 
-def _overwrites(cfg: DictConfig) -> bool:
-    return cfg.overwrite and cfg.ckpt_path is None
-
-
-def _resume(cfg: DictConfig, run_dir: Path) -> Checkpoint | None:
-    check_folder(run_dir, overwrite=_overwrites(cfg))
-    if cfg.ckpt_path is not None:
-        # one process reads every byte now; several share the work once they are connected (DiffusionModule.setup)
-        checkpoint = resolve_checkpoint(cfg.ckpt_path, run_dir, verify=not _may_be_several(cfg.trainer))
-        if not checkpoint.verified and 0 <= cfg.trainer.max_steps <= checkpoint.step:
-            # if no steps are left the ranks never connect, and each of them decides this by itself
-            checkpoint = resolve_checkpoint(cfg.ckpt_path, run_dir)
-        if REPLAY in checkpoint.state:
-            raise ValueError(f"{checkpoint.path} holds one dropped step and cannot be resumed: use vsa replay")
-        before = checkpoint.state.get("config", {}).get("task", {}).get("_target_")
-        if before != cfg.task._target_:
-            raise ValueError(
-                f"{checkpoint.path} is a checkpoint of {before}, the settings have task._target_={cfg.task._target_}: "
-                "to start from its weights use init_from="
-            )
-        began = checkpoint.state.get("config", {}).get("init_from")
-        if cfg.init_from not in (None, began):
-            raise ValueError(f"init_from={cfg.init_from}, but the run of ckpt_path={cfg.ckpt_path} began from {began}")
-        cfg.init_from = began
-        if cfg.data.get("val_least") and "val_least" not in checkpoint.state["config"]["data"]:
-            cfg.data.val_least = 0
-            rank_zero_info("the run keeps the split of an earlier version: data.val_least=0")
-        rank_zero_info(f"resuming from {checkpoint.path}")
-        return checkpoint
-    if list_checkpoints(run_dir / "checkpoints") and not _overwrites(cfg):
-        raise ValueError(
-            f"run folder {run_dir} already holds checkpoints: resume with ckpt_path=last, "
-            "name another run with run=NAME, or start over with overwrite=true"
-        )
-    return None
-
-
 def _check_model(cfg: DictConfig, datamodule: Any, typed: SparsityOverrides = NOTHING) -> None:
     """Refuse a model that is invalid or does not fit the encoders, before any data are prepared."""
     with without_memory():
@@ -342,7 +302,7 @@ def _step_seconds(cfg: DictConfig, step: int) -> float:
     own = {"max_steps": WARM_UP_STEPS + MEASURED_STEPS, "enable_progress_bar": False, "limit_val_batches": 0}
     for name, value in own.items():
         OmegaConf.update(trial, f"trainer.{name}", value, force_add=True)
-    module = build_task(trial, start=_start(trial, None))
+    module = build_task(trial, start=start_of(trial, None))
     _check_job(trial, module)
     module.sparsity = module.sparsity.held_at(step)
     datamodule = build(trial.data)
@@ -351,30 +311,6 @@ def _step_seconds(cfg: DictConfig, step: int) -> float:
     with told_out_of_memory(module):
         _trainer(trial, [timer, PrintEstimate(trial)], []).fit(module, datamodule=datamodule)
     return timer.seconds
-
-
-def _start(cfg: DictConfig, resume: Checkpoint | None) -> RunStart:
-    return RunStart(
-        resume=resume,
-        changes=() if resume is None else _allowed_changes(cfg, resume),
-        newest=resume is not None and resume.path != Path(cfg.ckpt_path),
-        changes_since=partial(_allowed_changes, cfg),
-        weights=open_weights(cfg.init_from) if cfg.init_from is not None and resume is None else None,
-        config=resolved(cfg),
-    )
-
-
-def _allowed_changes(cfg: DictConfig, resume: Checkpoint) -> list[Mapping[str, Any]]:
-    """The allowed changes of settings in this and earlier resumes of the run, for the record."""
-    try:
-        changes = changed_settings(resume.state["config"], cfg)
-    except (ImportError, LookupError, TypeError, AttributeError) as error:
-        raise ValueError(f"{resume.path}: the settings in it cannot be read ({one_line(error)})") from None
-    allowed_changes = refuse_changes(changes, cfg.resume.allow, resume.path)
-    if changes:
-        rank_zero_info(f"settings that differ from the checkpoint's: {listed(changes)}")
-    news = [{"step": resume.step, "key": c.key, "before": c.before, "now": c.now} for c in allowed_changes]
-    return [*resume.state.get("allowed_changes", []), *news]
 
 
 def _check_job(cfg: DictConfig, module: Any) -> None:
@@ -399,7 +335,7 @@ def _callbacks(cfg: DictConfig, folder: RunFolder, loggers: list[Any]) -> list[L
         # Lightning refuses a bar that its own switch turns off
         callbacks = [callback for callback in callbacks if not isinstance(callback, ProgressBar)]
     opening = OpenRunFolder(
-        folder, OmegaConf.to_yaml(OmegaConf.create(resolved(cfg))), loggers, overwrite=_overwrites(cfg)
+        folder, OmegaConf.to_yaml(OmegaConf.create(resolved(cfg))), loggers, overwrite=overwrites(cfg)
     )
     callbacks += [BadSamples(str(cfg.run_dir)), PrintEstimate(cfg), FlushMetrics()]
     return [opening, *sorted(callbacks, key=lambda callback: getattr(callback, "order", 0)), MissedValidation()]
