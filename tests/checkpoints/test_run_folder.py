@@ -18,6 +18,7 @@ from pathlib import Path
 import lightning as L
 import pytest
 
+import vsa.checkpoints.manifest as manifest_module
 import vsa.checkpoints.run_folder as run_folder
 from tests.disks import small_files
 from vsa.checkpoints.run_folder import MANIFEST, RunFolder, check_folder, locked
@@ -171,7 +172,7 @@ def test_overwriting_moves_aside_opens_and_removes(tmp_path):
 
 def test_a_run_knows_the_commits_that_trained_it(tmp_path, monkeypatch):
     for commit in ("0123abc", "0123abc", "0123abc+", None):
-        monkeypatch.setattr(run_folder, "checked_out_commit", lambda commit=commit: commit)
+        monkeypatch.setattr(manifest_module, "checked_out_commit", lambda commit=commit: commit)
         open_folder(tmp_path / "run", "a: 1\n", overwrite=False)
     first = json.loads((tmp_path / "run" / MANIFEST).read_text())
     assert first["commits"] == ["0123abc", "0123abc+", None]
@@ -187,8 +188,8 @@ def test_the_commit_is_that_of_the_checkout(tmp_path, monkeypatch):
         own = ("-c", "user.name=a", "-c", "user.email=a@b")
         return subprocess.run(["git", *own, *words], cwd=tmp_path, check=True, capture_output=True, text=True).stdout
 
-    monkeypatch.setattr(run_folder, "__file__", str(tmp_path / "vsa" / "checkpoints" / "run_folder.py"))
-    commit = run_folder.checked_out_commit.__wrapped__
+    monkeypatch.setattr(manifest_module, "__file__", str(tmp_path / "vsa" / "checkpoints" / "manifest.py"))
+    commit = manifest_module.checked_out_commit.__wrapped__
     assert commit() is None
     git("init", "-q")
     assert commit() is None
@@ -205,9 +206,9 @@ def test_the_commit_is_that_of_the_checkout(tmp_path, monkeypatch):
     (tmp_path / "code.py").write_text("2")
     assert commit().endswith("+")
     # a package that lies inside another project's checkout, or a machine without git
-    monkeypatch.setattr(run_folder, "__file__", str(tmp_path / "a" / "vsa" / "checkpoints" / "run_folder.py"))
+    monkeypatch.setattr(manifest_module, "__file__", str(tmp_path / "a" / "vsa" / "checkpoints" / "manifest.py"))
     assert commit() is None
-    monkeypatch.setattr(run_folder, "__file__", str(tmp_path / "vsa" / "checkpoints" / "run_folder.py"))
+    monkeypatch.setattr(manifest_module, "__file__", str(tmp_path / "vsa" / "checkpoints" / "manifest.py"))
     monkeypatch.setenv("PATH", "")
     assert commit() is None
 
@@ -267,7 +268,8 @@ def test_an_old_run_comes_back_when_the_new_one_cannot_be_opened(tmp_path, monke
             raise OSError(28, "No space left on device", str(path))
         write(path, content)
 
-    monkeypatch.setattr(run_folder, "write_whole", full_disk)
+    for module in (manifest_module, run_folder):
+        monkeypatch.setattr(module, "write_whole", full_disk)
     with pytest.raises(OSError, match="No space left"):
         open_folder(folder, "new: true\n", overwrite=True)
     assert contents(tmp_path) == before

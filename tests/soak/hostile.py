@@ -54,7 +54,7 @@ TARGETS: tuple[Any, ...] = (
     *("logging.config.dictConfig", "logging.config.listen", "logging.os.system", "yaml.unsafe_load", "yaml.load"),
     *("hydra.utils.instantiate", "hydra.utils.call", "hydra.utils.get_method", "omegaconf.OmegaConf.load"),
     # names with the prefix of allowed ones
-    *("vsa.training.train.os.system", "vsa.checkpoints.run_folder.subprocess.run", "vsa.config.instantiate"),
+    *("vsa.training.train.os.system", "vsa.checkpoints.manifest.subprocess.run", "vsa.config.instantiate"),
     *("vsa.config.importlib.import_module", "vsa.files.remove_folder", "vsa.training.train.train", "vsa.files.shutil"),
     *("lightning.pytorch.trainer.trainer.os.system", "lightning.pytorch.loggers.wandb.os.getenv", "vsa", "vsa."),
     *("lightning.pytorch.cli.LightningCLI", "lightning.pytorch.Trainers", "lightning.pytorch.LightningModule"),

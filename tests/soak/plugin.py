@@ -142,7 +142,7 @@ def write_table(config: pytest.Config, cases: dict[str, Case], seconds: float) -
     """Write the table as JSON and as Markdown."""
     import torch
 
-    from vsa.checkpoints.run_folder import checked_out_commit
+    from vsa.checkpoints.manifest import checked_out_commit
     from vsa.files import write_whole
     from vsa.machine import machine, versions
 

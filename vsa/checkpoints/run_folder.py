@@ -1,4 +1,4 @@
-"""Run folder: lock of the writing process, manifest, and replacement of an old run by a new one."""
+"""Run folder: lock of the writing process, and replacement of an old run by a new one."""
 
 from __future__ import annotations
 
@@ -10,26 +10,22 @@ import secrets
 import shutil
 import signal
 import socket
-import subprocess
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from datetime import datetime
-from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, SoftFileLock, Timeout
 
-from vsa.checkpoints.places import MANIFEST, STARTED_IN
+from vsa.checkpoints.manifest import PROJECT, has_manifest, local_time, note_commit, write_manifest
+from vsa.checkpoints.places import MANIFEST
 from vsa.checkpoints.retention import put_back, set_aside, shared_step
 from vsa.checkpoints.run_checkpoint import list_checkpoints
 from vsa.errors import refuse_unwritable
 from vsa.files import read_json, set_damaged_aside, write_whole
 from vsa.signals import handled_by
 
-PROJECT = "vsa-train"
 # lock of a folder that is writable but cannot be renamed
 _INNER_LOCK = ".lock"
 _CANNOT_MOVE = (
@@ -112,11 +108,6 @@ def _holder(lock: Path) -> str:
         return "another process"
 
 
-def local_time() -> str:
-    """Date and time with the offset of the time zone."""
-    return datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
-
-
 def check_folder(folder: Path, *, overwrite: bool) -> None:
     """Refuse a folder that a run must not write to, or that must not be removed for it.
 
@@ -155,7 +146,7 @@ def check_folder(folder: Path, *, overwrite: bool) -> None:
         return
     if Path.cwd().is_relative_to(folder.resolve()):
         raise ValueError(f"overwrite=true cannot remove {folder}: the command was started inside it")
-    if not _has_manifest(folder):
+    if not has_manifest(folder):
         raise ValueError(
             f"overwrite=true cannot remove {folder}: it has no {MANIFEST} that shows it to be a run of {PROJECT}. "
             "Remove it by hand, or name another run with run=NAME; a run of an older version gets one when it is "
@@ -168,7 +159,7 @@ def check_folder(folder: Path, *, overwrite: bool) -> None:
 
 def refuse_inside_run(folder: Path, what: str) -> None:
     """Raise ValueError if a folder is that of a run or within one, where another one may not write."""
-    outer = next((path for path in (folder.resolve(), *folder.resolve().parents) if _has_manifest(path)), None)
+    outer = next((path for path in (folder.resolve(), *folder.resolve().parents) if has_manifest(path)), None)
     if outer is not None:
         raise ValueError(f"{what} is inside a run, {outer}: choose another folder")
 
@@ -179,14 +170,7 @@ def _holds_files(folder: Path) -> bool:
 
 def _is_run(folder: Path) -> bool:
     # versions before the manifest wrote checkpoints only
-    return _has_manifest(folder) or bool(list_checkpoints(folder / "checkpoints"))
-
-
-def _has_manifest(folder: Path) -> bool:
-    try:
-        return read_manifest(folder).get("written_by") == PROJECT
-    except (OSError, ValueError):
-        return False
+    return has_manifest(folder) or bool(list_checkpoints(folder / "checkpoints"))
 
 
 def _folders_below(folder: Path) -> Iterator[Path]:
@@ -250,8 +234,8 @@ class RunFolder:
         if not self._new:
             self._before = {name: _content(self.path / name) for name in (MANIFEST, "config.yaml", "metrics.csv")}
         self.path.mkdir(parents=True, exist_ok=True)
-        if _has_manifest(self.path):
-            _note_commit(self.path)
+        if has_manifest(self.path):
+            note_commit(self.path)
         else:
             if os.path.lexists(self.path / MANIFEST):
                 aside = set_damaged_aside(self.path / MANIFEST)
@@ -327,77 +311,13 @@ def _replace(folder: Path, old: Path | None) -> None:
 
 def _put_back(folder: Path) -> None:
     """Undo an overwrite whose process was killed before its first step, if the old run was not removed yet."""
-    olds = [path for path in _beside(folder, "overwritten") if _has_manifest(path)]
+    olds = [path for path in _beside(folder, "overwritten") if has_manifest(path)]
     own = list_checkpoints(folder / "checkpoints")
     # a folder with foreign files is refused later
-    if not olds or own or (folder.exists() and not _has_manifest(folder) and _holds_files(folder)):
+    if not olds or own or (folder.exists() and not has_manifest(folder) and _holds_files(folder)):
         return
     _replace(folder, olds[-1])
     warnings.warn(
         f"run folder {folder}: put its old run back, which was to be overwritten by one that made no step",
         stacklevel=2,
     )
-
-
-def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of a run; ValueError if it is damaged, FileNotFoundError without one."""
-    start = {
-        **dict.fromkeys(("began?", "ended?", "how?", "reason?"), str),
-        "environment?": {"versions?": dict[str, Any]},
-    }
-    kind = {"written_by?": str, "commits?": list[str | None], "starts?": [{**start, "step?": int, "last_step?": int}]}
-    return read_json(folder / MANIFEST, kind=kind)
-
-
-def write_manifest(folder: Path) -> None:
-    """Mark a folder as a run of this project, with the version of the code."""
-    try:
-        installed = version(PROJECT)
-    except PackageNotFoundError:
-        installed = "source tree"
-    manifest = {
-        "written_by": PROJECT,
-        "version": installed,
-        "commits": [checked_out_commit()],
-        "run_id": secrets.token_hex(8),
-        "created": local_time(),
-        STARTED_IN: os.path.relpath(Path.cwd(), folder.resolve()),
-    }
-    _write_json(folder / MANIFEST, manifest)
-
-
-def _note_commit(folder: Path) -> None:
-    """Record commit and working directory of this process in a resumed run if they differ from the last ones."""
-    manifest = read_manifest(folder)
-    commits = manifest.get("commits", [])
-    news: dict[str, Any] = {STARTED_IN: os.path.relpath(Path.cwd(), folder.resolve())}
-    if commits[-1:] != [checked_out_commit()]:
-        news["commits"] = [*commits, checked_out_commit()]
-    if not news.items() <= manifest.items():
-        _write_json(folder / MANIFEST, {**manifest, **news})
-
-
-def _write_json(path: Path, values: Mapping[str, Any]) -> None:
-    write_whole(path, json.dumps(values, indent=1) + "\n")
-
-
-@cache
-def checked_out_commit() -> str | None:
-    """Short hash of the git commit of this code, with + if files were changed since; None: it is not a checkout.
-
-    The value is cached, since the imported code does not change either.
-    """
-    root = Path(__file__).parents[2]
-    # not the checkout of another project that contains the environment
-    if not (root / ".git").exists():
-        return None
-    # without variables of a git hook that runs this process, and without locks that another git could meet
-    mine = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
-    command = ["git", "-C", str(root), "describe", "--always", "--exclude=*", "--dirty=+"]
-    try:
-        result = subprocess.run(
-            command, capture_output=True, text=True, timeout=10, env={**mine, "GIT_OPTIONAL_LOCKS": "0"}, check=True
-        )
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return result.stdout.strip() or None

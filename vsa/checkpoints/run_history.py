@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from vsa.checkpoints.run_folder import MANIFEST, checked_out_commit, local_time, read_manifest
+from vsa.checkpoints.manifest import MANIFEST, checked_out_commit, local_time, read_manifest
 from vsa.files import write_whole
 
 STARTS = "starts"

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
+from vsa.checkpoints.manifest import write_manifest
 from vsa.checkpoints.run_checkpoint import write_checkpoint
-from vsa.checkpoints.run_folder import write_manifest
 from vsa.files import atomic_folder
 
 

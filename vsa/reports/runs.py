@@ -16,8 +16,9 @@ from typing import Any
 
 import numpy as np
 
+from vsa.checkpoints.manifest import MANIFEST, PROJECT, read_manifest
 from vsa.checkpoints.run_checkpoint import list_checkpoints, read_checkpoint
-from vsa.checkpoints.run_folder import MANIFEST, PROJECT, in_use, read_manifest
+from vsa.checkpoints.run_folder import in_use
 from vsa.evaluation.figures import Curve, read_metrics
 from vsa.files import (
     check_kind,
