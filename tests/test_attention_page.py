@@ -9,7 +9,7 @@ import pytest
 
 from vsa.attention.base import own_settings
 from vsa.attention.named import NAMED
-from vsa.integrations.diffusers.install import _named_factory
+from vsa.integrations.diffusers.factories import named_factory
 
 ROOT = Path(__file__).parents[1]
 SIZES = {"dim": 16, "num_heads": 2, "head_dim": 8}
@@ -62,7 +62,7 @@ def test_the_methods_that_can_enter_diffusers_are_named():
     for name in rows():
         if name in ("vsa", "vsa2", "sla"):
             with pytest.raises(ValueError, match=f"^{name} with these settings has parameters to train"):
-                _named_factory(name, {}, {}, None)
+                named_factory(name, {}, {}, None)
         else:
-            assert not _named_factory(name, {}, settings[name], None)(**SIZES).extra_modules(), name
+            assert not named_factory(name, {}, settings[name], None)(**SIZES).extra_modules(), name
     assert "each of which" in (ROOT / "README.md").read_text(encoding="utf-8")
