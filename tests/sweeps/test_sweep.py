@@ -24,6 +24,7 @@ from omegaconf import OmegaConf
 
 import vsa.cli
 import vsa.sweeps.job_queue as queue_module
+import vsa.sweeps.sweep_run as sweep_run_module
 import vsa.sweeps.sweeper as sweeper_module
 from tests.tiny_runs import TINY_OVERRIDES
 from vsa.config import Sweep
@@ -208,7 +209,7 @@ axes:
 
 def test_sparsity_of_a_sweep_skips_points_without_tiles(command_line, tmp_path, monkeypatch):
     calls: list[tuple[list[str], list[Point]]] = []
-    run = sweeper_module.SweepRun
+    run = sweep_run_module.SweepRun
     monkeypatch.setattr(run, "train", lambda self, points, *_: calls.append((self._settings, points)))
     monkeypatch.setattr(run, "end", lambda self: None)
     words = [*own_sweep(tmp_path, METHODS), *TINY, f"output_dir={tmp_path}", "sparsity=constant_80"]
@@ -292,7 +293,7 @@ class Cluster(Launcher):
 def test_the_launcher_of_a_cluster_takes_the_place_of_the_queue(tmp_path):
     jobs = [Job(name, (), tmp_path, settings=[f"run={name}"]) for name in "ab"]
     events, cluster = [], Cluster()
-    sweeper_module._run_elsewhere(jobs, cluster, lambda job: events.append((job.name, job.status)))
+    sweep_run_module._run_elsewhere(jobs, cluster, lambda job: events.append((job.name, job.status)))
     assert cluster.given == [["run=a"], ["run=b"]]
     assert events == [("a", "running"), ("b", "running"), ("a", "finished"), ("b", "failed")]
     assert (jobs[0].reason, jobs[1].reason) == (None, "no room")
@@ -352,12 +353,12 @@ def test_seeds_use_the_best_learning_rate_first_seeds_first(tmp_path, monkeypatc
     losses |= {f"c-lr{rate}": math.inf for rate in (0.05, 0.1, 0.2)}
     queue: list[Point] = []
     sweep = Sweep(name="mine", lr=3, seeds=[4, 7])
-    run = sweeper_module.SweepRun(PointSweeper(), sweep, tmp_path, [], seed=0, overwrite=False)
+    run = sweep_run_module.SweepRun(PointSweeper(), sweep, tmp_path, [], seed=0, overwrite=False)
     points, watch = [Point(name, ()) for name in "abc"], Looking()
     monkeypatch.setattr(run, "_check", lambda points: ({point.name: 0.1 for point in points}, []))
     monkeypatch.setattr(run, "_queue", lambda points, where, watch: queue.extend(points))
     monkeypatch.setattr(run._record, "finished", lambda point: point.name != "b-lr0.2")
-    monkeypatch.setattr(sweeper_module, "final_loss", lambda folder: losses[folder.name])
+    monkeypatch.setattr(sweep_run_module, "final_loss", lambda folder: losses[folder.name])
     run.train(points, [], watch)
     assert {point.name for point in queue[:9]} == set(losses)
     assert {point.overrides[-2:] for point in queue[9:]} == {
