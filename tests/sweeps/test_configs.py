@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from omegaconf import OmegaConf
 
+from tests.tiny_runs import write_run
 from vsa.config import Sweep
 from vsa.config_help import CONFIGS, choices
 from vsa.sweeps.points import variants_of
@@ -51,12 +52,21 @@ TINY = (
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in SWEEPS if name != "topk"])
-def test_every_point_can_be_trained(name):
-    datamodules = {}
+def test_every_point_can_be_trained(name, tmp_path):
+    datamodules, base = {}, TINY
+    if name == "race_finetune":
+        dense = f"init_from={write_run(tmp_path / 'dense', attention='full')}"
+        base = (
+            "task=finetune",
+            "start=dense",
+            "model=from_checkpoint",
+            dense,
+            *(o for o in TINY if not o.startswith("model.")),
+        )
     for point in points_of(name):
         small = ["tile_thw=[2,2,2]"] if name == "seq_len_by_topk" else []
         if any(override.startswith("sparsity.sparsity=0.9") for override in point.overrides):
             # 2 of 32 tiles of 128 tokens
             small = ["data.toy.size=[64,256,256]"]
-        settings = [o for o in (*TINY, *small) if o.split("=")[0] not in {p.split("=")[0] for p in point.overrides}]
+        settings = [o for o in (*base, *small) if o.split("=")[0] not in {p.split("=")[0] for p in point.overrides}]
         check_run(composed(*settings, *point.overrides), datamodules)
