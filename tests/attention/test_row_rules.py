@@ -330,8 +330,8 @@ def test_scores_without_an_attention_map_have_shares_of_their_sum():
     for over, expected in (("row", [[1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 0, 1]]),
                            ("head", [[1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 0, 1]])):  # fmt: skip
         method = PooledTail(**SIZES, tile_thw=TILE, rule="top_p", top_p=0.6, over=over)
-        layout = method.layout([Segment((2, 4, 4))], "cpu")
-        index = method.choose(scores, KeptTiles.of(1), layout, logits_of=lambda scores: None)
+        ctx = AttnContext(layout=method.layout([Segment((2, 4, 4))], "cpu"), topk=KeptTiles.of(1))
+        index = method.choose(scores, ctx.topk, ctx, logits_of=lambda scores: None)
         # of the head: 1 + 1/2 + 1/2 of 3
         assert index.to_dense(4)[0, 0].int().tolist() == expected
 

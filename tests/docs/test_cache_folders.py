@@ -43,4 +43,4 @@ def test_the_folder_of_triton(monkeypatch, tmp_path):
 def test_a_cluster_job_keeps_both():
     script = (ROOT / "docs" / "cluster.md").read_text(encoding="utf-8").partition("#!/bin/bash")[2].partition("```")[0]
     assert set(re.findall(r"(\w+_CACHE_DIR)=", script)) == set(FOLDERS)
-    assert script.index("_CACHE_DIR") < script.index("srun vsa train")
+    assert script.index("_CACHE_DIR") < script.index("\nsrun ")
