@@ -80,9 +80,13 @@ def score_clip(video: Tensor, caption: str) -> dict[str, list[bool]]:
     return {**scores, "all": [all(value for values in scores.values() for value in values)]}
 
 
-def score_clips(videos: Tensor | Sequence[Tensor], captions: Sequence[str]) -> dict[str, float]:
-    """Share of right values of each attribute over the clips."""
-    rows = [score_clip(video, caption) for video, caption in zip(videos, captions, strict=True)]
+def score_clips(
+    videos: Tensor | Sequence[Tensor], captions: Sequence[str], device: torch.device | str | None = None
+) -> dict[str, float]:
+    """Share of right values of each attribute over the clips, measured on `device` (default: where they are)."""
+    rows = [
+        score_clip(video.to(device or video.device), caption) for video, caption in zip(videos, captions, strict=True)
+    ]
     values = {name: [value for row in rows for value in row[name]] for name in ATTRIBUTES}
     return {name: sum(right) / len(right) for name, right in values.items()}
 
@@ -120,20 +124,20 @@ def measure_clip(video: Tensor, objects: int) -> tuple[Mapping[str, SeenObject],
         shape, places = _follow(labels, colour, box)
         motion = None
         if places is not None:
-            motion = _motion(places + drift * (torch.arange(T) / max(T - 1, 1))[:, None], H, W)
+            motion = _motion(places.cpu() + drift * (torch.arange(T) / max(T - 1, 1))[:, None], H, W)
         objects_by_colour[list(COLOURS)[colour]] = SeenObject(shape=shape, motion=motion)
     return objects_by_colour, _direction(drift, H, W, _LEAST_DRIFT) or "still"
 
 
 def _smaller(video: Tensor) -> Tensor:
     """float32 `[T, 3, H, W]` at about `_SIDE` pixels."""
-    pixels = video.detach().cpu().permute(0, 3, 1, 2).float()
+    pixels = video.detach().permute(0, 3, 1, 2).float()
     return F.avg_pool2d(pixels, max(min(pixels.shape[2:]) // _SIDE, 1))
 
 
 def _labels(pixels: Tensor) -> Tensor:
     """int64 `[T, H, W]` number of the colour of each pixel, -1 in the background."""
-    palette = torch.tensor(list(COLOURS.values()), dtype=torch.float32)
+    palette = torch.tensor(list(COLOURS.values()), dtype=torch.float32, device=pixels.device)
     chroma = pixels - pixels.mean(1, keepdim=True)
     axes = F.normalize(palette - palette.mean(1, keepdim=True), dim=1)
     nearest = torch.einsum("tchw,kc->tkhw", chroma, axes).argmax(1)
@@ -161,7 +165,7 @@ def _follow(labels: Tensor, colour: int, box: int) -> tuple[str | None, Tensor |
     area = own.sum((1, 2))
     clear = area >= 0.3 * area.max()
     best = area.argsort(descending=True)[:_BEST_FRAMES]
-    masks = object_masks(box)  # [shapes, sizes, P, P]
+    masks = object_masks(box).to(labels.device)  # [shapes, sizes, P, P]
     # every second place is near enough to tell shapes apart
     fits, _ = _fit(own[best], open_[best], masks.flatten(0, 1), stride=2)
     fits = fits.mean(0).view(masks.shape[:2])
@@ -189,14 +193,13 @@ def _fit(own: Tensor, open_: Tensor, masks: Tensor, *, stride: int = 1) -> tuple
     reach = P // 3
     weight = own.float()
     mass = weight.sum((1, 2)).clamp(min=1)
-    x = (weight.sum(1) * torch.arange(W)).sum(1) / mass
-    y = (weight.sum(2) * torch.arange(H)).sum(1) / mass
+    x = (weight.sum(1) * torch.arange(W, device=own.device)).sum(1) / mass
+    y = (weight.sum(2) * torch.arange(H, device=own.device)).sum(1) / mass
     # corners of the windows that are searched, in the padded picture
     pad = P // 2 + reach
     windows = []
-    for i in range(N):
+    for i, (left, top) in enumerate(zip(x.int().tolist(), y.int().tolist(), strict=True)):
         both = F.pad(torch.stack([weight[i], open_[i].float()]), (pad,) * 4)
-        top, left = int(y[i]), int(x[i])
         windows.append(both[:, top : top + P + 2 * reach, left : left + P + 2 * reach])
     crops = torch.stack(windows)  # [N, 2, P + 2 reach, P + 2 reach]
     hits = F.conv2d(crops.flatten(0, 1)[:, None], masks[:, None], stride=stride).unflatten(0, (N, 2))  # [N, 2, M, S, S]
@@ -212,7 +215,7 @@ def _drift(pixels: Tensor, labels: Tensor) -> Tensor:
     apart = T // 2
     if apart == 0:
         return torch.zeros(2)
-    luma = (pixels * torch.tensor([0.299, 0.587, 0.114])[:, None, None]).sum(1)
+    luma = (pixels * pixels.new_tensor([0.299, 0.587, 0.114])[:, None, None]).sum(1)
     starts = list(range(0, T - apart, max((T - apart) // 4, 1)))[:4]
     pairs = [(luma[[i, i + apart]], _background(labels[[i, i + apart]])) for i in starts]
     most_x, most_y = W * 12 // 100, H * 12 // 100

@@ -40,9 +40,8 @@ _UNSEEN = 1_000_000
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("clips_or_run", type=Path, help="folder with samples.json, run folder or checkpoint folder")
-    parser.add_argument(
-        "--clips", type=int, default=96, help="clips to sample from a run, and rendered clips to compare with"
-    )
+    parser.add_argument("--clips", type=int, default=96, help="clips to sample from a run (%(default)s)")
+    parser.add_argument("--rendered", type=int, help="rendered clips to compare with (as many as CLIPS; 0: none)")
     parser.add_argument("--out", type=Path, help="JSON to write (score.json in the folder of the clips or of the run)")
     parser.add_argument("--weights", choices=("ema", "model"), help="averaged (where there are any) or trained weights")
     parser.add_argument("--seed", type=int, default=1)
@@ -107,17 +106,24 @@ def sample(args: argparse.Namespace) -> tuple[Tensor, list[str], dict[str, Any],
 
 
 def score_beside(
-    videos: Tensor | Sequence[Tensor], captions: Sequence[str], codec: Codec, *, rendered: int, seed: int
+    videos: Tensor | Sequence[Tensor],
+    captions: Sequence[str],
+    codec: Codec,
+    *,
+    rendered: int,
+    seed: int,
+    device: torch.device | str,
 ) -> dict[str, dict[str, float]]:
-    """Scores of clips, of rendered clips of the same size, of their codec reconstructions, and of chance."""
+    """Scores of clips, of rendered clips of the same size and their codec reconstructions if asked, and of chance."""
+    scores = {"clips": score_clips(videos, captions, device), "chance": chance(captions)}
+    if not rendered:
+        return scores
     frames, height, width = videos[0].shape[:3]
     real, truth = unseen_clips(rendered, seed, (frames, height, width)), unseen_captions(rendered, seed)
-    return {
-        "clips": score_clips(videos, captions),
-        "codec_reconstructions": score_clips([codec.decode(codec.encode(video)) for video in real], truth),
-        "rendered": score_clips(real, truth),
-        "chance": chance(captions),
-    }
+    rebuilt = [codec.decode(codec.encode(video)) for video in real]
+    scores["codec_reconstructions"] = score_clips(rebuilt, truth, device)
+    scores["rendered"] = score_clips(real, truth, device)
+    return scores
 
 
 def print_table(scores: dict[str, dict[str, float]], clips: int) -> None:
@@ -132,13 +138,17 @@ def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
     if args.clips < 1:
         raise ValueError(f"clips must be at least 1, got {args.clips}")
+    if args.rendered is not None and args.rendered < 0:
+        raise ValueError(f"rendered must be at least 0, got {args.rendered}")
     folder: Path = args.clips_or_run
     if (folder / "samples.json").is_file():
         videos, captions, settings, codec = read_clips(folder)
     else:
         videos, captions, settings, codec = sample(args)
         folder = folder.parent.parent if folder.parent.name == "checkpoints" else folder
-    scores = score_beside(videos, captions, codec, rendered=args.clips, seed=args.seed)
+    rendered = args.clips if args.rendered is None else args.rendered
+    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    scores = score_beside(videos, captions, codec, rendered=rendered, seed=args.seed, device=device)
     print_table(scores, len(captions))
     out = args.out if args.out is not None else folder / "score.json"
     record = {

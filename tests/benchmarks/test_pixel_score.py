@@ -29,6 +29,13 @@ def test_clips_behind_the_codec_show_what_their_captions_say(rebuilt) -> None:
     assert min(scores.values()) >= 0.95
 
 
+@pytest.mark.gpu
+def test_a_gpu_sees_what_a_cpu_sees(rebuilt) -> None:
+    clips = [*rebuilt, *(torch.randint(0, 256, rebuilt[0].shape, dtype=torch.uint8) for _ in range(2))]
+    for clip in clips:
+        assert measure_clip(clip.cuda(), 3) == measure_clip(clip, 3)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("size", "count"), [((32, 128, 128), 50), ((32, 256, 256), 20), ((64, 256, 256), 8)])
 def test_many_clips_are_scored_as_they_are_and_other_captions_at_chance(size, count) -> None:
