@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.attention.test_all_methods import ALL, GRID, SIZES, TOKENS, inputs, make
+from tests.attention.test_all_methods import ALL, GRID, SIZES, TOKENS, make
 from tests.training.ranks import run_ranks
 from vsa.attention.context import AttnContext
 from vsa.attention.kept_tiles import KeptTiles
@@ -25,9 +25,16 @@ QUICK = [
     ("video_sparse", {"over": "head"}),
     ("staged", {"stages": "c_fl", "over": "layer"}),
     ("neighborhood", TILED),
+    ("sparge", {"q_tokens": 16, "kv_tokens": 8, "rule": "topk", "allow_training": True}),
+    *(
+        ("video_sparse", options)
+        for options in ({"coarse_text": True}, {"score": "subblock_softmax", "score_thw": (1, 1, 2)})
+    ),
     ("sla", {"linear": "marginal", "tile_thw": (2, 2, 2), "partition": "cube"}),
 ]
 PASSES = ({}, {"dense": True, "topk": 100})
+VIDEO, TEXT = (Segment(GRID),), (Segment((1, 1, 11), kind="text"),)
+ROWS = (VIDEO, TEXT + VIDEO, VIDEO + TEXT)
 
 
 # heads that are computed together, whatever the ranks, and methods that need all queries of a head
@@ -56,16 +63,16 @@ def refuses(name: str, options: dict[str, object], world: int) -> bool:
     return one_tile or has(*TOGETHER) or parts
 
 
-def passed(method, ranks, topk=2, dense=False, summed=True) -> dict[str, torch.Tensor]:
+def passed(method, ranks, row=VIDEO, topk=2, dense=False, summed=True) -> dict[str, torch.Tensor]:
     """Output and gradients of a batch of two samples, of which the ranks, if any, have some tokens each."""
-    layout = method.layout([Segment(GRID)])
+    layout = method.layout(row)
     division = None if ranks is None else layout.derive(Division, ranks, SIZES["num_heads"])
-    whole = [
-        layout.permute(torch.cat((x, y))).requires_grad_(method.allow_training)
-        for x, y in zip(inputs(0), inputs(1), strict=True)
-    ]
-    hidden = torch.randn(2, TOKENS, SIZES["dim"], generator=torch.Generator().manual_seed(3))
-    listed = torch.zeros((), dtype=torch.int64)
+    generator = torch.Generator().manual_seed(3)
+    sizes = (2, layout.num_tokens, SIZES["num_heads"], SIZES["head_dim"])
+    whole = [torch.randn(sizes, generator=generator).requires_grad_(method.allow_training) for _ in range(3)]
+    hidden = torch.randn(*sizes[:2], SIZES["dim"], generator=generator)
+    # pairs are counted where rows hold no text
+    listed = torch.zeros((), dtype=torch.int64) if len(row) == 1 else None
     ctx = AttnContext(layout=layout, topk=KeptTiles.of(topk), dense=dense, listed=listed, division=division)
     extra = method.project(ctx.cut(hidden))
     method.zero_grad()
@@ -81,8 +88,9 @@ def passed(method, ranks, topk=2, dense=False, summed=True) -> dict[str, torch.T
         for tensor in gradients.values() if summed else ():
             dist.all_reduce(tensor)
             tensor /= ranks.size
-        dist.all_reduce(listed)
-    counts = {"listed": listed} if method.measured else {}
+        if listed is not None:
+            dist.all_reduce(listed)
+    counts = {"listed": listed} if method.measured and listed is not None else {}
     return {"out": out.detach(), **counts, **gradients}
 
 
@@ -107,19 +115,20 @@ def test_every_method_is_divided_or_refuses(world, methods):
             method = make(name, options)
             try:
                 method.refuse_division(world)
-                several = [passed(method, ranks, **how) for how in PASSES]
+                rows = ROWS if method.takes_text else ROWS[:1]
+                several = [passed(method, ranks, row, **how) for row in rows for how in PASSES]
             except ValueError as error:
                 found.append(str(error))
                 continue
-            ones = [passed(method, None, **how) for how in PASSES]
+            ones = [passed(method, None, row, **how) for row in rows for how in PASSES]
             found.append(max(difference(*pair) for pair in zip(ones, several, strict=True)))
         # control: gradients of a rank's own tokens
         method = make("video_sparse", {})
-        found.append(difference(passed(method, None), passed(method, ranks, summed=False)))
-        return found
+        alone = [difference(passed(method, None, row), passed(method, ranks, row, summed=False)) for row in ROWS]
+        return [*found, *alone]
 
-    *results, control = run_ranks(world, on_rank)[0]
-    assert control > 0.01
+    *results, control, first, last = run_ranks(world, on_rank)[0]
+    assert min(control, first, last) > 0.01
     for (name, options), found in zip(methods, results, strict=True):
         if refuses(name, options, world):
             assert isinstance(found, str), (name, options)

@@ -27,6 +27,7 @@ from torch.distributed.fsdp import FSDPModule
 import vsa.checkpoints.run_checkpoint as checkpointing
 import vsa.data.plan_datamodule as plan_datamodule
 import vsa.training.callbacks.samples as samples
+from tests.integrations.test_trained_families import Family
 from tests.training.ranks import run_ranks
 from vsa.attention.sequence import Division
 from vsa.checkpoints.wan import export_pretrained
@@ -192,6 +193,24 @@ def test_twelve_steps_and_clips_of_shared_samples_are_one(training, monkeypatch,
     )
     run_ranks(world, lambda rank: training(*common, *shared, "run=averaged") and None)
     assert largest_difference(training.tensors("one"), training.tensors("averaged")) > 1e-3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["cogvideox", "hunyuan", "hunyuan15"])
+def test_twelve_steps_of_rows_with_text_are_one(tmp_path, monkeypatch, name):
+    # 2 x 5 x 7 tokens, in tiles of which the last ones are partial, and texts of several lengths
+    family, gather = Family(name, tmp_path), Division.gather
+    common = (*COMMON, "data.toy.size=[8,80,112]", "trainer.max_steps=12", "trainer.val_check_interval=6")
+    shared = ("trainer=fsdp", "trainer.accelerator=cpu", "task.parallel.sequence=2")
+    family.train(*common, "run=one")
+    run_ranks(2, lambda rank: family.train(*common, *shared, "run=several"))
+    assert_same_metrics(family.runs.metrics("one"), family.runs.metrics("several"))
+    one = family.runs.tensors("one")
+    assert largest_difference(one, family.runs.tensors("several")) < 1e-5
+    # control: gradients of the ranks that share a sample are averaged, not summed
+    monkeypatch.setattr(Division, "gather", lambda self, x: gather(self, x / 2 + x.detach() / 2))
+    run_ranks(2, lambda rank: family.train(*common, *shared, "run=averaged"))
+    assert largest_difference(one, family.runs.tensors("averaged")) > 1e-3
 
 
 @pytest.mark.gpu

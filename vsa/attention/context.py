@@ -83,9 +83,8 @@ class AttnContext:
             raise ValueError(f"expected the top-k of one layer, got {self.topk}: use ctx.layer(index)")
         if self.topk.count < 1:
             raise ValueError(f"topk must be at least 1, got {self.topk}")
-        start, stop = self.layout.span
-        if q.shape[1] != stop - start:
-            raise ValueError(f"q must have the {stop - start} tokens of the layout, got {q.shape[1]}")
+        if q.shape[1] != self.layout.num_queries:
+            raise ValueError(f"q must have the {self.layout.num_queries} tokens of the layout, got {q.shape[1]}")
         return self.topk.count
 
     def layer(self, index: int) -> AttnContext:

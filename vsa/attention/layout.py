@@ -104,11 +104,12 @@ class TileLayout:
             4 (height and width) and 8 (also time) blocks; groups at an edge hold fewer. Empty in raster block order
             and with tiles of several sizes.
         sample_spans: token range of each sample.
-        text_spans: token range and sample position of each text or cond segment.
-        video_spans: token ranges of the video tokens, adjacent ranges merged.
+        text_spans: token range and sample position of each text or cond segment, among the queries.
+        video_spans: token ranges of the video tokens among the queries, adjacent ranges merged.
         video_blocks: the Nv video blocks over the video tokens only; `blocks` itself in a row without text.
         query_tiles: blocks of the queries for every tile size, `tiles` unless the layout has some of the queries only.
-        span: token range of the queries, all tokens unless it is a part, see `vsa.attention.sequence`.
+        span: token range of the queries, all tokens unless it is a part, and then of the video, see
+            `vsa.attention.sequence`.
         candidates: bool `[Nv, Nkv]` over `kv_blocks`, video tiles of the query tile's own sample, which it may select;
             None: it may select all.
         always: bool `[Nv, Nkv]`, text tiles of the query tile's own sample; None in a row without text.
@@ -212,6 +213,11 @@ class TileLayout:
         return x if self.is_identity else rearrange(x, self.inverse, self.order)
 
     @property
+    def num_queries(self) -> int:
+        """Tokens of the queries, L unless the layout has some of them only."""
+        return sum(stop - start for start, stop, *_ in (*self.video_spans, *self.text_spans))
+
+    @property
     def text_tokens(self) -> tuple[int, ...]:
         """Text and cond tokens of each sample."""
         samples = range(len(self.sample_spans))
@@ -223,6 +229,10 @@ class TileLayout:
             return x
         parts = [x[:, start:stop] for start, stop in self.video_spans]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+    def take_texts(self, x: Tensor) -> list[Tensor]:
+        """The tokens `[B, S, ...]` of each text segment of a tile-major x `[B, L, ...]`."""
+        return [x[:, start:stop] for start, stop, _ in self.text_spans]
 
     def merge(self, video: Tensor, texts: Sequence[Tensor]) -> Tensor:
         """A whole row `[B, L, ...]` from its video tokens `[B, Lv, ...]` and one tensor per text segment."""
@@ -243,6 +253,14 @@ class TileLayout:
         """A per-tile x `[B, Nv, ...]` repeated for each token of its tile, `[B, Lv, ...]`."""
         num_tokens = sum(stop - start for start, stop in self.video_spans)
         return x.repeat_interleave(self.video_blocks.sizes, dim=1, output_size=num_tokens)
+
+
+def video_places(layout: TileLayout) -> Tensor:
+    """Places of the video tiles among the query tiles of a row, int64 `[Nv]`, for `TileLayout.derive`."""
+    assert layout.tile_thw is not None
+    starts = layout.query_tiles[layout.tile_thw].offsets[:-1, None]
+    spans = torch.tensor(layout.video_spans, device=layout.device)
+    return ((spans[:, 0] <= starts) & (starts < spans[:, 1])).any(1).nonzero().flatten()
 
 
 def _tile(name: str, sides: Sequence[int]) -> Grid:

@@ -45,7 +45,7 @@ from vsa_kernels.block_index import Blocks, by_block
 from vsa_kernels.selection import Form
 
 from vsa.attention import stats
-from vsa.attention.layout import TileLayout
+from vsa.attention.layout import TileLayout, video_places
 from vsa.attention.tiling import Grid
 
 Score = Literal["mean", "subblock_softmax", "subblock_lse", "mass", "error", "oracle", "random"]
@@ -135,11 +135,9 @@ def sub_blocks(layout: TileLayout, sub_thw: Grid) -> SubBlocks:
     keys = tiles_inside(layout, sub_thw, layout.kv_tile_thw)
     if layout.candidates is None:
         return SubBlocks(queries, keys, None, None)
-    starts = layout.blocks.offsets[:-1].tolist()
-    video = [n for n, start in enumerate(starts) if not any(a <= start < b for a, b, _ in layout.text_spans)]
-    rows = torch.tensor(video, device=layout.device)
+    rows = video_places(layout)
     # rows of text tiles are computed and left out
-    candidates = torch.ones(len(starts), keys.num, dtype=torch.bool, device=layout.device)
+    candidates = torch.ones(queries.num, keys.num, dtype=torch.bool, device=layout.device)
     candidates[rows] = layout.candidates
     return SubBlocks(queries, keys, rows, candidates)
 

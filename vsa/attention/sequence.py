@@ -6,8 +6,11 @@ the ranks of the tokens. H heads on N ranks make G = gcd(H, N) groups of heads a
 on 8 ranks are 4 groups of 3 heads, each for two halves of the query tiles. Rows that share a budget over ranks are
 selected on all of them, by the scores of all, which travel.
 
-B batch, L tokens of a sample, l tokens of this rank, n rows that a rank gets in attention, H heads, h heads of a group,
-D head dim.
+Text beside the video is on every rank, which computes all of it but, in attention, the queries of other heads: those
+travel. The ranks' losses are equal, and the gradient on a rank is its part of that of their sum, of text too.
+
+B batch, L tokens of a sample, l tokens of this rank, text included, n rows that a rank gets in attention, H heads, h
+heads of a group, D head dim.
 
 Source: DeepSpeed-Ulysses (arXiv 2309.14509); shards of queries, and cuts at ragged tiles, are ours.
 """
@@ -70,7 +73,7 @@ class _Enter(torch.autograd.Function):
 
 
 class Division:
-    """The tokens of a row of one video among the ranks that share it, for `TileLayout.derive`.
+    """The tokens of a row of one video, beside its text, among the ranks that share it, for `TileLayout.derive`.
 
     Not a dataclass: FSDP2 would follow its fields, which lead back to the layout.
 
@@ -83,7 +86,8 @@ class Division:
         local: layout of the queries of this rank.
         queries: layout of the queries that it gets in attention, all of them with one shard.
         groups: G.
-        rows: rows of each rank by the size of their tiles, None for tokens.
+        rows: rows of the video of each rank by the size of their tiles, None for tokens.
+        before: rows of text before the video, by the same.
 
     Raises:
         ValueError: there are fewer query tiles than ranks.
@@ -93,20 +97,22 @@ class Division:
         spans = token_spans(layout, ranks.size)
         self.ranks, self.groups = ranks, math.gcd(ranks.size, num_heads)
         self.local = layout.derive(part_of, *spans[ranks.rank])
-        self.queries, self._tile = layout, layout.tile_thw
+        self.row = self.queries = layout
         if self.groups < ranks.size:
             shard = [spans[rank] for rank in self._shard]
             self.queries = layout.derive(part_of, shard[0][0], shard[-1][1])
         self.rows: dict[Grid | None, tuple[int, ...]] = {None: tuple(stop - start for start, stop in spans)}
+        self.before: dict[Grid | None, int] = {None: spans[0][0]}
         for tile, blocks in layout.tiles.items():
             runs = [run for span in spans if (run := _run_of(blocks, *span)) is not None]
             # no rows of tiles that a cut divides
             self.rows |= {tile: tuple(map(len, runs))} if len(runs) == len(spans) else {}
+            self.before[tile] = blocks.offsets.tolist().index(spans[0][0])
 
     @property
     def num_tokens(self) -> int:
         """Tokens of this rank."""
-        return self.rows[None][self.ranks.rank]
+        return self.rows[None][self.ranks.rank] + sum(self.row.text_tokens)
 
     @property
     def _shard(self) -> range:
@@ -125,7 +131,7 @@ class Division:
     def cut(self, x: Tensor) -> Tensor:
         """The tokens `[B, l, ...]` of this rank of x `[B, L, ...]`, in the layout's order, which all ranks have."""
         start, stop = self.local.span
-        return x[:, start:stop]
+        return self.local.merge(x[:, start:stop], self.row.take_texts(x))
 
     def gather(self, x: Tensor) -> Tensor:
         """All tokens `[B, L, ...]` of x `[B, l, ...]`, on every rank.
@@ -133,9 +139,10 @@ class Division:
         Every rank goes on with the same tensor, and the gradient of x is the sum of theirs, N times that of one
         process: the mean over all ranks, which sharding takes, is the gradient of a weight.
         """
-        size, rows = self.ranks.size, x.transpose(0, 1)
+        size, rows = self.ranks.size, self.local.take_video(x).transpose(0, 1)
         copies = rows.expand(size, *rows.shape).flatten(0, 1)
-        return self.ranks.exchange(copies, send=[len(rows)] * size, receive=self.rows[None]).transpose(0, 1)
+        video = self.ranks.exchange(copies, send=[len(rows)] * size, receive=self.rows[None]).transpose(0, 1)
+        return self.row.merge(video, self.local.take_texts(x))
 
     def to_heads(self, x: Tensor, *, keys: bool) -> Tensor:
         """Some heads `[B, n, h, D]` of x `[B, l, H, D]`: for all tokens of keys and values, or for those of `queries`.
@@ -143,17 +150,27 @@ class Division:
         Keys travel to every shard.
         """
         groups, rows = self.groups, self.rows[None]
-        x = x.unflatten(2, (groups, -1)).permute(2, 1, 0, 3, 4)
+        x = x.unflatten(2, (groups, -1))
+        texts = [text[:, :, self.ranks.rank % groups] for text in self.local.take_texts(x)]
+        x = self.local.take_video(x).permute(2, 1, 0, 3, 4)
         send = [x.shape[1]] * self.ranks.size
         if keys:
             x = x.repeat(self.ranks.size // groups, 1, 1, 1, 1)
         else:
             send, rows = self._in_shard(send), self._in_shard(rows)
-        return self.ranks.exchange(x.flatten(0, 1), send=send, receive=rows).transpose(0, 1).contiguous()
+        video = self.ranks.exchange(x.flatten(0, 1), send=send, receive=rows).transpose(0, 1)
+        return (self.row if keys else self.queries).merge(video, texts).contiguous()
 
     def to_tokens(self, x: Tensor, tile: Grid | None) -> Tensor:
-        """All heads `[B, m, H, D]` of this rank's rows of x `[B, n, h, D]`, one row per token or per tile of a size."""
-        rows = self.rows[tile]
+        """All heads `[B, m, H, D]` of this rank's rows of x `[B, n, h, D]`, one row per token or per tile of a size;
+        rows of tiles may leave out those of text."""
+        rows = [self.rows[tile][rank] for rank in self._shard]
+        if text := x.shape[1] - sum(rows):
+            before = self.before[tile]
+            first, video, last = x.split((before, sum(rows), text - before), dim=1)
+            # to every rank that gets rows of the video
+            x = torch.cat([part for run in video.split(rows, dim=1) for part in (first, run, last)], dim=1)
+        rows = [count + text for count in self.rows[tile]]
         own = rows[self.ranks.rank]
         received = self._in_shard([own] * self.ranks.size)
         x = self.ranks.exchange(x.transpose(0, 1), send=self._in_shard(rows), receive=received)
@@ -181,38 +198,61 @@ class Division:
     @property
     def _shard_tiles(self) -> list[int]:
         """Query tiles of each shard of the queries."""
-        tiles = self.rows[self._tile]
+        tiles = self.rows[self.row.tile_thw]
         return [sum(tiles[start : start + self.groups]) for start in range(0, self.ranks.size, self.groups)]
 
 
 def token_spans(layout: TileLayout, ranks: int) -> list[Span]:
-    """Runs of whole query tiles with about equally many tokens each, one per rank; of tokens without tiles."""
-    layout.only_video("sequence parallelism")
-    total = layout.num_tokens
-    ends = list(range(total + 1)) if layout.tile_thw is None else layout.blocks.offsets.tolist()
+    """Runs of whole query tiles of a row's video with about equally many tokens each, one per rank; of tokens without
+    tiles."""
+    grid, *others = (segment.grid_thw for segment in layout.segments if segment.is_video)
+    if others:
+        raise ValueError(f"sequence parallelism takes rows of one video, got {[s.kind for s in layout.segments]}")
+    [(first, last)] = layout.video_spans
+    total = last - first
+    ends = list(range(total + 1)) if layout.tile_thw is None else layout.video_blocks.offsets.tolist()
     tiles, cuts = len(ends) - 1, [0]
     if tiles < ranks:
-        grid = layout.segments[0].grid_thw
         raise ValueError(f"task.parallel.sequence={ranks}: a sample of {grid} tokens has {tiles} query tiles to divide")
     for rank in range(1, ranks):
         # at least a tile for every rank before and after
         possible = range(cuts[-1] + 1, tiles - (ranks - rank) + 1)
         cuts.append(min(possible, key=lambda tile: abs(ends[tile] * ranks - total * rank)))
-    return list(itertools.pairwise([*(ends[cut] for cut in cuts), total]))
+    return list(itertools.pairwise([*(first + ends[cut] for cut in cuts), last]))
 
 
 def part_of(layout: TileLayout, start: int, stop: int) -> TileLayout:
-    """The layout with the queries from token `start` to `stop` and all keys, of a row of one video; for
-    `TileLayout.derive`."""
-    runs = {tile: _run_of(blocks, start, stop) for tile, blocks in layout.tiles.items()}
-    tiles = {
+    """The layout with the queries from token `start` to `stop` of the video, those of all text and all keys, of a row
+    of one video; for `TileLayout.derive`."""
+    [(first, last)] = layout.video_spans
+
+    def some(sizes: Sequence[int], blocks: Blocks) -> Blocks:
         # masks have as many rows as the largest block of the layout
-        tile: replace(Blocks.from_sizes(sizes, layout.device), max_size=layout.tiles[tile].max_size)
-        for tile, sizes in runs.items()
-        if sizes is not None
-    }
-    own = tiles[layout.tile_thw] if layout.tile_thw else Blocks.from_sizes([stop - start], layout.device)
-    return replace(layout, span=(start, stop), video_blocks=own, query_tiles=tiles, derived={})
+        return replace(Blocks.from_sizes(sizes, layout.device), max_size=blocks.max_size)
+
+    tiles = {}
+    for tile, blocks in layout.tiles.items():
+        runs = [_run_of(blocks, *span) for span in ((0, first), (start, stop), (last, layout.num_tokens))]
+        if None not in runs:
+            tiles[tile] = some([size for run in runs if run for size in run], blocks)
+    rows, own = slice(1), Blocks.from_sizes([stop - start], layout.device)
+    if layout.tile_thw is not None:
+        ends = (first + layout.video_blocks.offsets).tolist()
+        rows = slice(ends.index(start), ends.index(stop))
+        own = some(layout.video_blocks.sizes[rows].tolist(), layout.video_blocks)
+    left_out = last - first - (stop - start)
+    texts = [(a, b, i) if b <= first else (a - left_out, b - left_out, i) for a, b, i in layout.text_spans]
+    return replace(
+        layout,
+        span=(start, stop),
+        video_spans=((first, first + stop - start),),
+        text_spans=tuple(texts),
+        video_blocks=own,
+        query_tiles=tiles,
+        candidates=None if layout.candidates is None else layout.candidates[rows],
+        always=None if layout.always is None else layout.always[rows],
+        derived={},
+    )
 
 
 def _run_of(blocks: Blocks, start: int, stop: int) -> list[int] | None:

@@ -28,7 +28,7 @@ from vsa_kernels.coarse_fine import coarse_attn, coarse_fine_attn, combine
 
 from vsa.attention.context import AttnContext
 from vsa.attention.dense import dense_attn_per_sample, dense_index, text_attn
-from vsa.attention.layout import Segment, TileLayout
+from vsa.attention.layout import Segment, TileLayout, video_places
 from vsa.attention.scores import with_damage_first
 from vsa.attention.selecting import SelectingAttention
 from vsa.attention.tiling import Grid
@@ -86,8 +86,13 @@ class VideoSparseAttention(SelectingAttention):
             if len(layout.sample_spans) > 1:
                 raise ValueError(f"coarse_text takes rows of one sample, got {len(layout.sample_spans)}")
             if layout.device.type != "meta":
-                layout.derive(video_tiles)
+                self.prepare(layout)
         return layout
+
+    def prepare(self, layout: TileLayout) -> None:
+        super().prepare(layout)
+        if self._has_coarse_text(layout):
+            layout.derive(video_places)
 
     def _has_coarse_text(self, layout: TileLayout) -> bool:
         return self.coarse_text and bool(layout.text_spans)
@@ -121,8 +126,9 @@ class VideoSparseAttention(SelectingAttention):
         video, index = layout.take_video(q), None
         tiles: dict[str, Any] = {"q_blocks": layout.video_blocks, "kv_blocks": layout.blocks}
         if self._has_coarse_text(layout):
-            coarse, logits = coarse_attn(q, k, v, q_blocks=layout.blocks, kv_blocks=layout.blocks)
-            of_video, candidates = layout.derive(video_tiles), layout.candidates
+            q_blocks = layout.query_tiles[self.tile_thw]
+            coarse, logits = coarse_attn(q, k, v, q_blocks=q_blocks, kv_blocks=layout.blocks)
+            of_video, candidates = layout.derive(video_places), layout.candidates
             assert candidates is not None
             logits = logits.index_select(2, of_video).masked_fill(~candidates, -math.inf)
             coarse_of_video = coarse.index_select(1, of_video)
@@ -151,10 +157,10 @@ class VideoSparseAttention(SelectingAttention):
         if "gate_fine" in extra:
             fine = fine * extra["gate_fine"]
         if self._has_coarse_text(layout):
-            return combine(fine, parts["coarse"], extra["gate_compress"], None, layout.blocks)
+            return combine(fine, parts["coarse"], extra["gate_compress"], None, layout.query_tiles[self.tile_thw])
         video, gate = layout.take_video(fine), layout.take_video(extra["gate_compress"])
-        texts = [fine[:, start:stop] for start, stop, _ in layout.text_spans]
-        return layout.merge(combine(video, parts["coarse"], gate, None, layout.video_blocks), texts)
+        video = combine(video, parts["coarse"], gate, None, layout.video_blocks)
+        return layout.merge(video, layout.take_texts(fine))
 
     def attend_combine(self, q: Tensor, k: Tensor, v: Tensor, extra: dict[str, Tensor], ctx: AttnContext) -> Tensor:
         """`combine(attend(...))` as one call of the fused operator where possible: unless all tiles are kept, another
@@ -181,8 +187,7 @@ class VideoSparseAttention(SelectingAttention):
         ).out
         texts = text_attn(q, k, v, layout)
         if gate_fine is not None:
-            spans = layout.text_spans
-            texts = [text * gate_fine[:, a:b] for text, (a, b, _) in zip(texts, spans, strict=True)]
+            texts = [text * gate for text, gate in zip(texts, layout.take_texts(gate_fine), strict=True)]
         return layout.merge(video, texts)
 
     def rows_of(self, part: str) -> Grid | None:
@@ -200,9 +205,3 @@ class VideoSparseAttention(SelectingAttention):
         rows = layout.blocks if self._has_coarse_text(layout) else layout.video_blocks
         coarse = float(rows.num * layout.blocks.num)
         return coarse + self.score_pairs(layout) + self.kept_pairs(layout, topk)
-
-
-def video_tiles(layout: TileLayout) -> Tensor:
-    """Places of the video tiles among the blocks of a row of one sample with text, int64 `[Nv]`."""
-    assert layout.candidates is not None
-    return layout.candidates[0].nonzero().flatten()

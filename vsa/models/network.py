@@ -231,7 +231,7 @@ class Network(nn.Module):
         return out
 
     def division_of(self, layout: TileLayout) -> Division | None:
-        """The tokens of this rank in a row of one video; None where ranks share no sample."""
+        """The tokens of this rank in a row of one video, beside its text; None where ranks share no sample."""
         if self.sequence is None:
             return None
         division = layout.derive(Division, self.sequence, self.num_heads)

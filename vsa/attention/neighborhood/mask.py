@@ -56,8 +56,8 @@ def neighborhood_index(layout: TileLayout, axes: Axes) -> BlockIndex:
     offsets = layout.kv_blocks.offsets.cpu().long() - start
     inside = (offsets[:-1] >= 0) & (offsets[:-1] < stop - start)
     # of a part of the queries the rows of all
-    blocks = layout.video_blocks if layout.text_spans else layout.blocks
-    queries = _Side.of(place, blocks.offsets.cpu().long(), layout.tile_thw)
+    ends = layout.blocks.offsets.cpu().long() - start
+    queries = _Side.of(place, ends[(ends >= 0) & (ends <= stop - start)], layout.tile_thw)
     keys = _Side.of(place, torch.cat([offsets[:-1][inside], torch.tensor([stop - start])]), layout.kv_tile_thw)
     numbers = inside.nonzero()[:, 0]
 
@@ -90,7 +90,7 @@ def neighborhood_index(layout: TileLayout, axes: Axes) -> BlockIndex:
     masked = (slot >= full_counts[:, None]) & (slot < counts[:, None])
     triples, number = torch.unique(triple[masked], return_inverse=True)
     ids = torch.zeros_like(kv).masked_scatter_(masked, number)
-    bits = _mask_bits(tiles, triples, queries, keys, (blocks, layout.kv_blocks))
+    bits = _mask_bits(tiles, triples, queries, keys, (layout.video_blocks, layout.kv_blocks))
     return replace(
         index,
         kv_num_full_blocks=on_device(full_counts),

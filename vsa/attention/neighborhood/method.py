@@ -144,10 +144,12 @@ def window_index(layout: TileLayout, rules: Rules) -> BlockIndex | None:
     axes = _axes(layout.segments, rules)
     if is_whole(axes):
         return None
-    index, (start, stop) = neighborhood_index(layout, axes), layout.span
-    if stop - start == layout.num_tokens:
+    index = neighborhood_index(layout, axes)
+    if layout.num_queries == layout.num_tokens:
         return index
-    first = int(torch.searchsorted(layout.blocks.offsets.cpu(), start))
+    # tiles of the video before the part
+    places = torch.tensor([layout.video_spans[0][0], layout.span[0]], dtype=torch.int32)
+    first = int(torch.searchsorted(layout.blocks.offsets.cpu(), places).diff())
     lists = {name: getattr(index, name) for name in INDEX if name != "mask_bits"}
     rows = slice(first, first + layout.video_blocks.num)
     return replace(index, **{name: x[:, :, rows] for name, x in lists.items() if x is not None})

@@ -48,7 +48,7 @@ class Pass:
         video: layout of the tokens that a block gets as `Parts.tokens`.
         groups: the rows of the batch, by their number of text tokens.
         per_token: whether every token has its own timestep.
-        division: the tokens of this rank, where others share the sample; None: it has all of them.
+        division: those tokens of this rank, where others share the sample; None: it has all of them.
         ordered: arguments that all blocks share, in tile order, by name.
     """
 
@@ -231,23 +231,23 @@ def _signature(cls: type[nn.Module]) -> inspect.Signature:
 
 
 def joint_groups(
-    ctx: AttnContext, layout_of: Callable[[int], TileLayout], mask: Tensor | None, text: int
+    ctx: AttnContext, row_of: Callable[[int], AttnContext], mask: Tensor | None, text: int
 ) -> tuple[Group, ...]:
     """The rows of a batch of video and text, by the number of their text tokens.
 
     Args:
         ctx: context of the video alone.
-        layout_of: function from a number of text tokens to the layout of a row.
+        row_of: function from a number of text tokens to the context of a row with as many.
         mask: bool `[B, S]`, True where a text token is real; None: all are.
         text: S.
     """
-    video = ctx.layout.num_tokens
+    video = (ctx.division or ctx.layout).num_tokens
 
     def group(samples: Tensor | None, length: int) -> Group:
         topk = ctx.topk
         if samples is not None and topk.samples is not None:
             topk = replace(topk, samples=topk.samples[:, samples])
-        own = replace(ctx, layout=layout_of(length), topk=topk, listed=None)
+        own = replace(row_of(length), topk=topk, listed=None)
         return Group(samples, video + length, own)
 
     lengths = [text] if mask is None else mask.sum(1).tolist()

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from vsa.attention.base import AttentionMethod
 from vsa.attention.context import AttnContext
-from vsa.attention.layout import Segment, TileLayout
+from vsa.attention.layout import Segment
 from vsa.attention.tiling import Grid
 from vsa.checkpoints.wan_config import SPARSE_FLAG
 from vsa.integrations.diffusers.families import FAMILIES
@@ -61,8 +61,7 @@ class DiffusersNetwork(Network):
             known = ", ".join(name for name, other in FAMILIES.items() if other.parts is not None)
             raise ValueError(f"class_name must be a class that can be trained ({known}), got {class_name}")
         self.family, self.parts = family, family.parts
-        # text in a row is no run of tiles
-        self.divides = family.text == "none" and not self.parts.packed
+        self.divides = not self.parts.packed
         own = self.parts.constants or {}
         if unknown := sorted(set(constants or {}) - set(own)):
             names = ", ".join(own) or "none"
@@ -212,12 +211,13 @@ class DiffusersNetwork(Network):
         method = next((method for method in methods if not method.is_dense), methods[0])
         video = ctx.layout.segments[0]
 
-        def layout(length: int) -> TileLayout:
+        def row(length: int) -> AttnContext:
             words = Segment((1, 1, length), kind="text")
-            row = (words, video) if self.family.text == "first" else (video, words)
-            return method.layout(row, ctx.layout.device)
+            segments = (words, video) if self.family.text == "first" else (video, words)
+            layout = method.layout(segments, ctx.layout.device)
+            return replace(ctx, layout=layout, division=ctx.division and self.division_of(layout))
 
-        return joint_groups(ctx, layout, mask, text)
+        return joint_groups(ctx, row, mask, text)
 
     def grid(self, latent_shape: Sequence[int]) -> Grid:
         shape = tuple(latent_shape)
