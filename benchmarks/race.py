@@ -80,7 +80,7 @@ LEGS = {
     "rates": Leg(sweep="race", settings=("flop_budget=5e15",), seeds=(9,), minutes=0.7, rates=RATES, scored=False),
     "times": Leg(
         sweep="race",
-        settings=("trainer.max_steps=120",),
+        settings=("trainer.max_steps=80", "trainer.limit_val_batches=0", "callbacks.checkpoint=null"),
         seeds=(9,),
         minutes=0.7,
         own_rate=False,
@@ -311,7 +311,7 @@ def finished(name: str) -> dict[str, list[Run]]:
         tar.extractall(folder.parent, filter="data")
     by_name: dict[str, list[Run]] = {}
     for run in find_runs([folder])[1]:
-        if run.status == "finished" and run.val_loss is not None and run.seed in LEGS[name].seeds:
+        if run.status == "finished" and (run.val_loss is not None or LEGS[name].alone):
             by_name.setdefault(short_name(run), []).append(run)
     return {key: sorted(runs, key=lambda run: run.seed or 0) for key, runs in by_name.items()}
 
@@ -411,6 +411,10 @@ def table(name: str) -> Iterator[str]:
         yield from _rates_table(runs_by_name)
         return
     seconds = step_seconds()
+    if LEGS[name].alone:
+        yield from _lines(["variant", "ms a step"])
+        yield from (_line([key, f"{1e3 * seconds[key]:.1f}"]) for key in sorted(seconds, key=seconds.__getitem__))
+        return
     rows = ranked(runs_by_name)
     heads = ["variant", "steps", "ms a step", "seconds", *(f"seed {seed}" for seed in seeds), "mean"]
     yield from _lines([*heads, "from VSA, by seed", "mean, 95%", "p", ""])

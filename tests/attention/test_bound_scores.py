@@ -57,6 +57,15 @@ def test_no_selection_of_as_many_tiles_a_row_holds_more_mass(grid):
     assert all((tiles.sum(-1) == topk).all() for tiles in selections.values())
 
 
+@pytest.mark.gpu
+def test_random_scores_are_the_same_compiled():
+    layout = StagedAttention(**SIZES, tile_thw=(1, 2, 2)).layout([Segment((4, 16, 15))])
+    q = torch.zeros(2, 960, 3, 4)
+    compiled = torch.compile(random_scores)
+    for seed in (0, 5, 1009):
+        assert torch.equal(compiled(q.cuda(), layout, seed).cpu(), random_scores(q, layout, seed))
+
+
 def test_random_scores_are_uniform_and_depend_on_seed_and_layer_alone():
     layout = StagedAttention(**SIZES, tile_thw=(1, 2, 2)).layout([Segment((4, 16, 16))])
     q = torch.zeros(2, 1024, 3, 4)

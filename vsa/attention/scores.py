@@ -181,7 +181,8 @@ def random_scores(q: Tensor, layout: TileLayout, seed: int) -> Tensor:
     """Scores `random`, fp32 `[B, H, Nq, Nkv]`, the same on every device, different for every sample and head."""
     shape = (q.shape[0], q.shape[2], layout.num_blocks, layout.kv_blocks.num)
     # splitmix64 of the entry's number (Steele et al., 2014); int64 wraps around, and its shifts keep the sign
-    x = (torch.arange(math.prod(shape), device=q.device) + (seed << 40)) * -0x61C8864680B583EB
+    # xor instead of a sum: a compiler folds sums and products of a range without the wrap
+    x = (torch.arange(math.prod(shape), device=q.device) ^ (seed << 40)) * -0x61C8864680B583EB
     x = (x ^ (x >> 30 & (1 << 34) - 1)) * -0x40A7B892E31B1A47
     x = (x ^ (x >> 27 & (1 << 37) - 1)) * -0x6B2FB644ECCEEE15
     return ((x ^ (x >> 31 & (1 << 33) - 1)) >> 40 & (1 << 24) - 1).float().view(shape) / (1 << 24)
