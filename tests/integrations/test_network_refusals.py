@@ -9,6 +9,7 @@ import torch
 
 from tests.integrations import tiny
 from tests.integrations.test_trained_families import Family
+from tests.training.distillations import DISTILL, GAN
 from vsa.attention.full import FullAttention
 from vsa.attention.video_sparse import VideoSparseAttention
 from vsa.integrations.diffusers.network import DiffusersNetwork
@@ -59,6 +60,7 @@ def test_a_class_that_cannot_be_trained_is_refused(name, config, more, message):
             ("task=distill", "task.objective.step_aware=true"),
             "step_aware=true: CogVideoX.* no time embedding",
         ),
+        ("minimax_h3", (*DISTILL, GAN), "task.objective.gan: MiniMaxH3.* takes a batch in several passes"),
         (
             "ltx",
             ("model.config.num_layers=3",),

@@ -196,7 +196,7 @@ def test_twelve_steps_and_clips_of_shared_samples_are_one(training, monkeypatch,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["cogvideox", "hunyuan", "hunyuan15"])
+@pytest.mark.parametrize("name", ["cogvideox", "hunyuan", "hunyuan15", "minimax_h3"])
 def test_twelve_steps_of_rows_with_text_are_one(tmp_path, monkeypatch, name):
     # 2 x 5 x 7 tokens, in tiles of which the last ones are partial, and texts of several lengths
     family, gather = Family(name, tmp_path), Division.gather

@@ -67,7 +67,7 @@ class Network(nn.Module):
         takes_text_mask: whether `text_mask` may hide the padding of a text.
         takes_token_times: whether tokens of a sample may have different timesteps.
         gates_in: beginning of the names, in a block, of the modules of its method, as "attn.".
-        divides: whether several ranks can share a sample, each with some of its tokens.
+        one_pass: whether one pass computes all samples of a batch, so that an output of a block has all of them.
         sequence: the ranks that share a sample; None: every rank has its own.
         tally: counts the pairs of every pass, for attention that is `measured`; None: nothing is counted.
     """
@@ -94,7 +94,7 @@ class Network(nn.Module):
     takes_text_mask: bool = True
     takes_token_times: bool = True
     gates_in: str = ""
-    divides: bool = False
+    one_pass: bool = True
     sequence: SequenceRanks | None = None
     tally: PairTally | None = None
 
@@ -243,16 +243,15 @@ class Network(nn.Module):
         """All tokens `[B, L, ...]` of hidden states, in the order of the layout, that a pass left on this rank.
 
         Args:
-            x: `[B, l, ...]` tokens of this rank.
+            x: `[B, l, ...]` tokens of this rank; all of them, as after the last block of a class, are returned.
             latent_shape: `[C, T, H, W]` of the pass.
         """
-        division = self.division_of(self.layout_for(latent_shape, x.device))
-        return x if division is None else division.gather(x)
+        layout = self.layout_for(latent_shape, x.device)
+        division = self.division_of(layout)
+        return x if division is None or x.shape[1] == layout.num_tokens else division.gather(x)
 
     def refuse_division(self, latent_shapes: Iterable[Sequence[int]], ranks: int) -> None:
         """Raise ValueError where `ranks` ranks cannot share samples of these latent shapes `[C, T, H, W]`."""
-        if not self.divides:
-            raise ValueError(f"task.parallel.sequence={ranks}: {self.title} cannot be divided over ranks")
         for method in self.attention_layers:
             method.refuse_division(ranks)
         for shape in latent_shapes:

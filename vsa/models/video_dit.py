@@ -68,7 +68,6 @@ class VideoDiT(Network):
         init: "gpt_neox" (pretraining from scratch, VSA paper) or "wan".
     """
 
-    divides = True
     head = "proj_out.weight"
     modulation = ("scale_shift_table",)
     time_embedder = "condition_embedder.time_embedder"

@@ -61,7 +61,7 @@ class DiffusersNetwork(Network):
             known = ", ".join(name for name, other in FAMILIES.items() if other.parts is not None)
             raise ValueError(f"class_name must be a class that can be trained ({known}), got {class_name}")
         self.family, self.parts = family, family.parts
-        self.divides = not self.parts.packed
+        self.one_pass = not self.parts.packed
         own = self.parts.constants or {}
         if unknown := sorted(set(constants or {}) - set(own)):
             names = ", ".join(own) or "none"
@@ -190,7 +190,8 @@ class DiffusersNetwork(Network):
             own = Inputs(given.x[rows], given.timestep[rows], given.text[rows, : kind[1]], None, None, given.grid)
             topk = ctx.topk if ctx.topk.samples is None else replace(ctx.topk, samples=ctx.topk.samples[:, rows])
             groups = self._groups(replace(ctx, topk=topk), None, kind[1])
-            outs.append(self._pass(own, Pass(video=groups[0].ctx.layout, groups=groups, per_token=False)))
+            row = groups[0].ctx
+            outs.append(self._pass(own, Pass(video=row.layout, groups=groups, per_token=False, division=row.division)))
             order += rows
         return torch.cat(outs)[torch.tensor(order).argsort().to(given.x.device)]
 

@@ -158,6 +158,10 @@ class DistillModule(DiffusionModule):
         super().check_start(model, data, size)
         if self.objective.step_aware and model.time_embedder is None:
             raise ValueError(f"task.objective.step_aware=true: {model.title} has no time embedding of its own width")
+        if self.objective.gan is not None and not model.one_pass:
+            raise ValueError(
+                f"task.objective.gan: {model.title} takes a batch in several passes, so a layer has no features"
+            )
         turns = self.cycle.generator_updates(size.max_steps)
         total = getattr(self._optim.schedule, "total_steps", turns)
         if total < turns:
