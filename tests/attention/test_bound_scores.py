@@ -58,6 +58,7 @@ def test_no_selection_of_as_many_tiles_a_row_holds_more_mass(grid):
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_random_scores_are_the_same_compiled():
     layout = StagedAttention(**SIZES, tile_thw=(1, 2, 2)).layout([Segment((4, 16, 15))])
     q = torch.zeros(2, 960, 3, 4)

@@ -30,6 +30,7 @@ def test_clips_behind_the_codec_show_what_their_captions_say(rebuilt) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_gpu_sees_what_a_cpu_sees(rebuilt) -> None:
     clips = [*rebuilt, *(torch.randint(0, 256, rebuilt[0].shape, dtype=torch.uint8) for _ in range(2))]
     for clip in clips:
