@@ -264,6 +264,7 @@ def main(argv: list[str]) -> None:
     save.add_argument("--out", type=Path, required=True, help="file to write")
     save.add_argument("--timestep", type=float, default=500, help="noise level, 0 to 1000 (default 500)")
     save.add_argument("--tiles", type=grid_of, nargs="+", default=[(4, 4, 4), (4, 4, 8)], metavar="TxHxW")
+    save.add_argument("--share", type=float, default=1, help="share of the tiles to save, the best ones (default 1)")
     save.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     show = commands.add_parser("table", help="print saved reports as Markdown")
     show.add_argument("reports", nargs="+", type=Path)
@@ -271,7 +272,8 @@ def main(argv: list[str]) -> None:
     if args.case == "table":
         print("\n\n".join(saved_table(path) for path in args.reports))
     elif args.case == "capture":
-        print(capture(args.run, args.out, timestep=args.timestep, tiles=args.tiles, device=args.device))
+        settings = {"timestep": args.timestep, "tiles": args.tiles, "device": args.device, "share": args.share}
+        print(capture(args.run, args.out, **settings))
     else:
         run_case(args, _command(argv))
 

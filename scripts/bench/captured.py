@@ -33,7 +33,7 @@ class Rankings:
     Args:
         source: origin, for humans.
         grid: token grid, such as 16x32x32.
-        by_tile: int16 `[R, N, N]` for tiles such as 4x4x4, the best kv tile of each query tile first.
+        by_tile: int16 `[R, N, M]` for tiles such as 4x4x4, the best M of N kv tiles of each query tile, the best first.
     """
 
     source: str
@@ -52,11 +52,15 @@ class Rankings:
         ranking = self.by_tile.get(_name(tile_thw))
         if ranking is None:
             raise ValueError(f"--capture has tiles of {', '.join(self.by_tile)}, the shape has {_name(tile_thw)}")
-        kept = topk if of is None else max(1, round(topk / of * ranking.shape[-1]))
+        kept = topk if of is None else max(1, round(topk / of * ranking.shape[1]))
+        if kept > ranking.shape[2]:
+            raise ValueError(f"--capture ranks {ranking.shape[2]} of {ranking.shape[1]} tiles, the shape keeps {kept}")
         return ranking[torch.arange(heads) % len(ranking), :, :kept].long()
 
 
-def capture(folder: Path, out: Path, *, timestep: float, tiles: Sequence[Grid], device: str) -> str:
+def capture(
+    folder: Path, out: Path, *, timestep: float, tiles: Sequence[Grid], device: str, share: float = 1.0
+) -> str:
     """Save the rankings of all heads of a run on its first held-out clip; see `Rankings`.
 
     Every size of tiles is ranked by VSA's rule, the mean score, from the same queries and keys.
@@ -67,12 +71,13 @@ def capture(folder: Path, out: Path, *, timestep: float, tiles: Sequence[Grid], 
         timestep: noise level of the clip, in [0, 1000].
         tiles: tokens of a tile, one or several sizes.
         device: compute device.
+        share: share of the kv tiles that is saved, the best ones.
 
     Returns:
         A line that describes the file.
 
     Raises:
-        ValueError: another method, no held-out clips, or a timestep out of range.
+        ValueError: another method, no held-out clips, a share or a timestep out of range.
     """
     # what a benchmark does without
     from vsa.attention.video_sparse import VideoSparseAttention
@@ -83,6 +88,8 @@ def capture(folder: Path, out: Path, *, timestep: float, tiles: Sequence[Grid], 
     from vsa.sampling.pipeline import load_run
 
     check_timesteps([timestep])
+    if not 0 < share <= 1:
+        raise ValueError(f"--share must be in (0, 1], got {share:g}")
     run = load_run(folder, device=device)
     if not all(isinstance(block.method, VideoSparseAttention) for block in run.model.blocks):
         raise ValueError(f"{folder}: lists are captured from attention=video_sparse alone")
@@ -98,7 +105,8 @@ def capture(folder: Path, out: Path, *, timestep: float, tiles: Sequence[Grid], 
         layout = TileLayout.build([Segment(grid)], tile_thw=tile)
         pairs = [[layout.permute(x) for x in (item.q, item.k)] for item in items]
         scores = torch.cat([mean_scores(q, k, layout.blocks, layout.kv_blocks)[0] for q, k in pairs])
-        by_tile[_name(tile)] = scores.argsort(dim=-1, descending=True, stable=True).short()
+        saved = max(1, math.ceil(share * layout.kv_blocks.num))
+        by_tile[_name(tile)] = scores.argsort(dim=-1, descending=True, stable=True)[..., :saved].short().contiguous()
     source = f"step {run.step} of run {folder.name}, clip {ids[0]} at timestep {timestep:g}"
     facts = {"format": FORMAT, "source": source, "grid": _name(grid)}
     with atomic_file(out) as temporary:

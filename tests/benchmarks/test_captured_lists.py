@@ -80,6 +80,11 @@ def test_captured_lists_are_those_of_the_model(saved) -> None:
     assert not torch.equal(lists, torch.cat([records[layer]["kv_indices"][0, ..., :2] for layer in range(2)]).long())
     # more heads than the model has repeat them
     assert torch.equal(captured_lists(rankings, GRID, (2, 2, 2), 3, 2)[2], lists[0])
+    # a file of the best quarter has the same lists, and no longer ones
+    part = replace(rankings, by_tile={"2x2x2": rankings.by_tile["2x2x2"][..., :2]})
+    assert torch.equal(captured_lists(part, GRID, (2, 2, 2), 2, 2), lists)
+    with pytest.raises(ValueError, match="--capture ranks 2 of 8 tiles, the shape keeps 3"):
+        captured_lists(part, GRID, (2, 2, 2), 2, 3)
 
 
 @pytest.mark.parametrize("tile", [(2, 2, 4), (3, 2, 3)])
