@@ -5,6 +5,7 @@ python -m benchmarks.race score scratch                      clips of runs that 
 python -m benchmarks.race pack                               outputs/race to benchmarks/raw/race-LEG.tar.xz
 python -m benchmarks.race missing                            runs and GPU minutes to go, by the archives
 python -m benchmarks.race table scratch                      tables of a leg, from its archive
+python -m benchmarks.race page scratch                       its curves and tables as one HTML file, by `vsa report`
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from vsa.checkpoints.run_checkpoint import list_checkpoints
 from vsa.checkpoints.run_history import has_finished
 from vsa.config import Sweep, config_folder
 from vsa.errors import one_line_errors
+from vsa.reports.report import report
 from vsa.reports.runs import Run, find_runs, short_name
 from vsa.reports.statistics import holm, t_p_value, t_quantile
 from vsa.signals import handled_by
@@ -303,7 +305,7 @@ def _archived(name: str) -> set[str]:
 
 def finished(name: str) -> dict[str, list[Run]]:
     """Archived runs of a leg by variant, in the order of their seeds."""
-    folder = OUT / "archives" / name
+    folder = _unpacked(name)
     shutil.rmtree(folder, ignore_errors=True)
     if not archive(name).is_file():
         return {}
@@ -314,6 +316,10 @@ def finished(name: str) -> dict[str, list[Run]]:
         if run.status == "finished" and (run.val_loss is not None or LEGS[name].alone):
             by_name.setdefault(short_name(run), []).append(run)
     return {key: sorted(runs, key=lambda run: run.seed or 0) for key, runs in by_name.items()}
+
+
+def _unpacked(name: str) -> Path:
+    return OUT / "archives" / name
 
 
 def to_go(name: str) -> int:
@@ -454,6 +460,17 @@ def _rates_table(runs_by_name: Mapping[str, Sequence[Run]]) -> Iterator[str]:
         yield _line([name, f"{runs_by_name[name][0].steps:,}", *cells])
 
 
+def page(name: str) -> None:
+    """Write the page of a leg, from its archive.
+
+    Raises:
+        ValueError: the leg has no archived run.
+    """
+    if not finished(name):
+        raise ValueError(f"{name} has no run in {archive(name)}")
+    report([_unpacked(name)])
+
+
 def _lines(heads: Sequence[str]) -> list[str]:
     return [_line(heads), "|---" * len(heads) + "|"]
 
@@ -486,13 +503,16 @@ def main() -> None:
             own.add_argument("--seeds", type=int, nargs="+", help="seeds to train (all of the leg)")
     commands.add_parser("pack")
     commands.add_parser("missing")
-    commands.add_parser("table").add_argument("leg", choices=LEGS, nargs="?", default="scratch")
+    for command in ("table", "page"):
+        commands.add_parser(command).add_argument("leg", choices=LEGS, nargs="?", default="scratch")
     args = parser.parse_args()
     with one_line_errors():
         if args.command == "run":
             train(args.leg, args.seeds or LEGS[args.leg].seeds, args.jobs)
         elif args.command == "score":
             score(args.leg, args.jobs)
+        elif args.command == "page":
+            page(args.leg)
         else:
             lines = {"missing": missing, "pack": pack}.get(args.command, lambda: table(args.leg))
             print(*lines(), sep="\n")
