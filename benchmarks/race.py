@@ -17,6 +17,7 @@ import json
 import math
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tarfile
@@ -172,35 +173,51 @@ def train(name: str, seeds: Sequence[int], jobs: int) -> None:
     """Train the runs of a leg that its archive has not, and score the clips of those that have finished.
 
     Raises:
-        SystemExit: a run failed, or a signal came; the same command goes on from there.
+        SystemExit: always; with another status than 0 a run failed or a signal came, and the same command goes on.
     """
     leg, archived = LEGS[name], _archived(name)
     own = {point: settings for point, settings in points(name, seeds).items() if point not in archived}
     if name == "finetune":
-        starts = dict.fromkeys(settings[-1] for settings in own.values())
-        rate = best_rates()[DENSE]
-        dense = ["attention=full", f"optim.lr={rate}"]
-        by_name = {Path(start).name: [*dense, f"seed={start.rpartition('-seed')[2]}"] for start in starts}
-        _sweep(START, by_name, [FROM_SCRATCH], jobs)
-    _sweep(name, own, leg.settings, 1 if leg.alone else jobs)
+        to_start = [seed for seed in seeds if any(point.endswith(f"-seed{seed}") for point in own)]
+        dense = ["attention=full", f"optim.lr={best_rates()[DENSE]}"]
+        starts = {f"{DENSE}-seed{seed}": [*dense, f"seed={seed}"] for seed in to_start}
+        if code := _sweep(START, starts, [FROM_SCRATCH], jobs):
+            raise SystemExit(code)
+    code = _sweep(name, own, leg.settings, 1 if leg.alone else jobs)
     score(name, jobs)
+    raise SystemExit(code)
 
 
-def _sweep(name: str, own: Mapping[str, Sequence[str]], settings: Sequence[str], jobs: int) -> None:
-    """Train points in OUT/NAME by `vsa sweep`, which goes on from those that are there."""
+def _sweep(name: str, own: Mapping[str, Sequence[str]], settings: Sequence[str], jobs: int) -> int:
+    """Train points in OUT/NAME by `vsa sweep`, which goes on from those that are there.
+
+    Returns:
+        its exit status, 1 if a run failed.
+
+    Raises:
+        SystemExit: a signal came.
+    """
     if not own:
-        return
+        return 0
     file = OUT / "sweeps" / "sweep" / f"race_{name}.yaml"
     file.parent.mkdir(parents=True, exist_ok=True)
     sweep = {"name": name, "variants": {key: list(words) for key, words in own.items()}, "control": False}
     file.write_text(yaml.safe_dump(sweep, sort_keys=False, width=1000), encoding="utf-8")
     command = ["sweep", file.stem, "--config-dir", str(file.parent.parent), *COMMON, *settings]
     received: list[int] = []
-    # the terminal and `timeout` signal the sweep too, which saves its runs
-    with handled_by(lambda number, frame: received.append(number)):
-        code = subprocess.run([sys.executable, "-m", "vsa.cli", *command, f"sweep.jobs_per_device={jobs}"]).returncode
-    if code or received:
-        raise SystemExit(code or 128 + received[0])
+
+    def forward(number: int, frame: object) -> None:
+        received.append(number)
+        # a terminal has sent it to both, and two of them would end the runs without saving
+        if number != signal.SIGINT:
+            process.send_signal(number)
+
+    process = subprocess.Popen([sys.executable, "-m", "vsa.cli", *command, f"sweep.jobs_per_device={jobs}"])
+    with handled_by(forward):
+        code = process.wait()
+    if received:
+        raise SystemExit(128 + received[0])
+    return code
 
 
 def score(name: str, jobs: int) -> None:
