@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 from tests.attention.test_sequence import difference
 from tests.integrations import tiny
@@ -131,3 +132,23 @@ def test_compiled_blocks_are_divided(make, shape):
         return difference(passed(make().double(), None, shape), passed(compiled, ranks, shape))
 
     assert max(run_ranks(2, on_rank)) < 2e-7
+
+
+def test_ranks_make_as_many_passes_of_a_batch():
+    """Each pass of sharded blocks is a collective: ranks with samples of other lengths and times would wait forever."""
+    text, noise = tiny.randn(2, tiny.TEXT, 64, seed=1), tiny.randn(2, *LATENT)
+
+    def on_rank(rank: int) -> list[list[float]]:
+        dist.init_process_group("gloo")
+        network = built("minimax_h3", init_device_mesh("cpu", (2,)))
+        passes, one_pass = [], network._pass
+        network._pass = lambda given, now: passes.append(len(given.x)) or one_pass(given, now)
+        mask = torch.arange(tiny.TEXT) < torch.tensor([[5, 5], [5, 2]][rank])[:, None]
+        out = network(noise, torch.tensor([[500.0, 500.0], [500.0, 300.0]][rank]), text, mask, topk=3)
+        out.square().mean().backward()
+        assert passes == [1, 1]
+        return out.flatten(1).tolist()
+
+    first, second = run_ranks(2, on_rank)
+    assert first[0] == second[0]
+    assert first[1] != second[1]

@@ -77,7 +77,7 @@ def assert_same_metrics(
         for name in (*names, *deciles):
             assert (row[name] == "") == (b[step][name] == ""), (step, name)
             if row[name]:
-                assert float(row[name]) == pytest.approx(float(b[step][name]), rel=1e-6), (step, name)
+                assert float(row[name]) == pytest.approx(float(b[step][name]), rel=1e-6, abs=1e-9), (step, name)
 
 
 def validation(training, run: str) -> list[str]:

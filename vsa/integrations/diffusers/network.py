@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from vsa.attention.base import AttentionMethod
 from vsa.attention.context import AttnContext
@@ -183,7 +184,9 @@ class DiffusersNetwork(Network):
         """The velocity of a class whose batch has one timestep and one length of its texts, in as many passes."""
         samples, text = given.text.shape[:2]
         lengths = [text] * samples if given.mask is None else given.mask.sum(1).tolist()
-        kinds = list(zip(given.timestep.tolist(), lengths, strict=True))
+        # sharded blocks are gathered in every pass, so that all ranks need as many: one a sample
+        apart = range(samples) if isinstance(next(self.blocks[-1].parameters()), DTensor) else [0] * samples
+        kinds = list(zip(given.timestep.tolist(), lengths, apart, strict=True))
         outs, order = [], []
         for kind in dict.fromkeys(kinds):
             rows = [i for i, own in enumerate(kinds) if own == kind]
