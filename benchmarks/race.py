@@ -161,9 +161,8 @@ def points(name: str, seeds: Sequence[int]) -> dict[str, list[str]]:
     all_points = {}
     for seed in seeds:
         for variant, own in variants(name).items():
-            start = [f"init_from={OUT / START / point_name}" for point_name in point_names(name, DENSE, [seed])]
             rates = leg.rates or ([best[variant]] if best else [])
-            common = [*own, f"seed={seed}", *(start if name == "finetune" else [])]
+            common = [*own, f"seed={seed}"]
             settings = [[*common, f"optim.lr={rate}"] for rate in rates] or [common]
             all_points |= zip(point_names(name, variant, [seed]), settings, strict=True)
     return all_points
@@ -177,13 +176,17 @@ def train(name: str, seeds: Sequence[int], jobs: int) -> None:
     """
     leg, archived = LEGS[name], _archived(name)
     own = {point: settings for point, settings in points(name, seeds).items() if point not in archived}
+    groups = [(own, leg.settings)]
     if name == "finetune":
-        to_start = [seed for seed in seeds if any(point.endswith(f"-seed{seed}") for point in own)]
+        # each seed from its own dense run
+        by_seed = {seed: {p: own[p] for p in own if p.endswith(f"-seed{seed}")} for seed in seeds}
         dense = ["attention=full", f"optim.lr={best_rates()[DENSE]}"]
-        starts = {f"{DENSE}-seed{seed}": [*dense, f"seed={seed}"] for seed in to_start}
+        starts = {f"{DENSE}-seed{seed}": [*dense, f"seed={seed}"] for seed in seeds if by_seed[seed]}
         if code := _sweep(START, starts, [FROM_SCRATCH], jobs):
             raise SystemExit(code)
-    code = _sweep(name, own, leg.settings, 1 if leg.alone else jobs)
+        start = f"init_from={OUT / START / DENSE}-seed"
+        groups = [(group, (*leg.settings, f"{start}{seed}")) for seed, group in by_seed.items()]
+    code = max(_sweep(name, group, settings, 1 if leg.alone else jobs) for group, settings in groups)
     score(name, jobs)
     raise SystemExit(code)
 

@@ -58,9 +58,7 @@ class Rankings:
         return ranking[torch.arange(heads) % len(ranking), :, :kept].long()
 
 
-def capture(
-    folder: Path, out: Path, *, timestep: float, tiles: Sequence[Grid], device: str, share: float = 1.0
-) -> str:
+def capture(folder: Path, out: Path, *, timestep: float, tiles: Sequence[Grid], device: str, share: float = 1.0) -> str:
     """Save the rankings of all heads of a run on its first held-out clip; see `Rankings`.
 
     Every size of tiles is ranked by VSA's rule, the mean score, from the same queries and keys.
