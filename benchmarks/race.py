@@ -202,7 +202,7 @@ def _sweep(name: str, own: Mapping[str, Sequence[str]], settings: Sequence[str],
     """
     if not own:
         return 0
-    file = OUT / "sweeps" / "sweep" / f"race_{name}.yaml"
+    file = OUT / "sweeps" / "sweep" / f"leg_{name}.yaml"
     file.parent.mkdir(parents=True, exist_ok=True)
     sweep = {"name": name, "variants": {key: list(words) for key, words in own.items()}, "control": False}
     file.write_text(yaml.safe_dump(sweep, sort_keys=False, width=1000), encoding="utf-8")
