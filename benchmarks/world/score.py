@@ -32,6 +32,7 @@ from vsa.errors import one_line_errors
 from vsa.progress import progress_bar
 from vsa.sampling.pipeline import generate, load_run
 from vsa.sampling.record import settings_dict
+from vsa.signals import StopNow, handled_by
 
 # first seed of clip sets that no training draws
 _UNSEEN = 1_000_000
@@ -51,6 +52,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--topk", type=int, help="tiles per query tile (that of the training)")
     parser.add_argument("--sparsity", type=float, help="share of tiles skipped, instead of --topk")
     parser.add_argument("--batch-size", type=int, default=16)
+    parser.add_argument("--compile", action="store_true", help="compile the blocks, as trainings do")
     parser.add_argument("--device", help="cpu, cuda, ... (default: cuda if there is one)")
     return parser.parse_args(argv)
 
@@ -89,6 +91,8 @@ def sample(args: argparse.Namespace) -> tuple[Tensor, list[str], dict[str, Any],
     """Clips of a run for captions that it has not seen, the captions, the sampling settings, and the codec."""
     refuse_other_data(resolve_checkpoint(args.clips_or_run))
     run = load_run(args.clips_or_run, weights=args.weights, device=args.device)
+    if args.compile:
+        run.model.compile_blocks()
     settings = run.settings(
         seed=args.seed,
         # the same for all runs, except for distilled ones, which have a fixed step list
@@ -163,5 +167,6 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    with one_line_errors(ImportError):
+    # under MPS a process that a signal ends within a kernel takes others along
+    with one_line_errors(ImportError), handled_by(StopNow()):
         main()

@@ -4,134 +4,298 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
 import tarfile
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from benchmarks import race
+from benchmarks.race import legs, points, tables, training
+from benchmarks.race.archive import finished, pack
+from benchmarks.race.legs import LEGS, archive
+from benchmarks.race.ranking import Row, ranked
+from benchmarks.world import score
 from vsa.reports.runs import Run
 from vsa.reports.statistics import t_p_value, t_quantile
 
-RUNS = race.RAW / "ablation-score-tail-forms.tar.xz"
+RUNS = legs.RAW / "ablation-score-tail-forms.tar.xz"
 # docs/benchmarks/ablation.md, "Forms of score and tail"
 MEANS = {"tail_twice": 0.2432, "no_tail": 0.2437, "tail_softmax": 0.2453}
 
 
 @pytest.fixture
 def folders(tmp_path, monkeypatch) -> Path:
+    """Empty folders of runs and archives."""
+    monkeypatch.setattr(legs, "RAW", tmp_path)
+    monkeypatch.setattr(legs, "OUT", tmp_path / "race")
+    return tmp_path
+
+
+@pytest.fixture
+def ablation(folders) -> Path:
     """18 runs of the ablation as those of a leg, packed."""
-    monkeypatch.setattr(race, "RAW", tmp_path)
-    monkeypatch.setattr(race, "OUT", tmp_path / "race")
-    with tarfile.open(RUNS) as old, tarfile.open(race.archive("scratch"), "w:xz") as new:
+    with tarfile.open(RUNS) as old, tarfile.open(archive("scratch"), "w:xz") as new:
         for member in old.getmembers():
             content, parts = old.extractfile(member), member.name.split("/")
             if content is not None and len(parts) == 3:
                 member.name = f"scratch/{parts[1]}-seed{parts[0][-1]}/{parts[2]}"
                 new.addfile(member, io.BytesIO(content.read()))
-    return tmp_path
+    return folders
 
 
-def test_tables_come_from_archives(folders):
-    variants = race.finished("scratch")
+def test_tables_come_from_archives(ablation):
+    variants = finished("scratch")
     assert {len(runs) for runs in variants.values()} == {3}
-    rows = race.ranked(variants, "no_tail")
+    rows = ranked(variants, "no_tail")
     assert [row.loss for row in rows] == sorted(row.loss for row in rows)
     for name, loss in MEANS.items():
         assert next(row for row in rows if row.name == name).loss == pytest.approx(loss, abs=5e-5)
     # as the page says: no form is told from another by every seed
     assert {row.verdict for row in rows} == {"level", ""}
-    lines = [*race.table("scratch")]
+    lines = [*tables.table("scratch")]
     assert len(lines) == 2 * (2 + len(variants)) + 1
     assert lines[2].startswith("| tail_twice | 955 |")
+    with pytest.raises(ValueError, match="long has no finished run in"):
+        list(tables.table("long"))
 
 
-def test_runs_are_packed_once_they_are_finished_and_scored(folders):
-    before = race.finished("scratch")
-    runs = folders / "race" / "archives" / "scratch"
-    (folders / "race" / "scratch").mkdir()
+@pytest.mark.parametrize("name", [name for name in LEGS if archive(name).is_file()])
+def test_tables_of_published_archives(name, monkeypatch, tmp_path):
+    monkeypatch.setattr(legs, "OUT", tmp_path)
+    lines = [*tables.table(name)]
+    page = (Path(__file__).parents[2] / "docs" / "race.md").read_text(encoding="utf-8")
+    # the page has every line of the first table
+    first = lines[: lines.index("")] if "" in lines else lines
+    assert [line for line in first if line not in page] == []
+    assert len(first) > 2
+
+
+def test_runs_are_packed_once_they_are_finished_and_scored(ablation):
+    before = finished("scratch")
+    unpacked = ablation / "race" / "archives" / "scratch"
+    runs = ablation / "race" / "scratch"
+    runs.mkdir()
     for name in ("tail_twice-seed0", "tail_lse-seed0", "no_tail-seed0"):
-        (runs / name).rename(folders / "race" / "scratch" / name)
-    race.archive("scratch").unlink()
-    runs = folders / "race" / "scratch"
-    (runs / "tail_twice-seed0" / "score.json").write_text('{"scores": {}}')
+        (unpacked / name).rename(runs / name)
+    archive("scratch").unlink()
+    (runs / "tail_twice-seed0" / "score.json").write_text('{"scores": {"clips": {"colour": 0.5}}}')
     # one without scores, and one that was stopped
     (runs / "no_tail-seed0" / "score.json").write_text("{}")
     starts = json.loads((runs / "no_tail-seed0" / "run.json").read_text())
     starts["starts"] = [{"how": "stopped"}]
     (runs / "no_tail-seed0" / "run.json").write_text(json.dumps(starts))
-    assert [*race.pack()] == [f"{race.archive('scratch')}: 1 runs more, 1 in all"]
-    assert race.archive("scratch").stat().st_size < 12_000
-    assert [*race.pack()] == []
+    assert [*pack()] == [f"{archive('scratch')}: 1 runs more, 1 in all"]
+    assert archive("scratch").stat().st_size < 12_000
+    assert [*pack()] == []
     # numbers are those of the run, to six digits
-    again, first = race.finished("scratch")["tail_twice"][0], before["tail_twice"][0]
+    again, first = finished("scratch")["tail_twice"][0], before["tail_twice"][0]
     assert again.val_loss == pytest.approx(first.val_loss, rel=1e-5)
     assert again.validation["half"] == pytest.approx(
         {(name, float(f"{level:.6g}")): loss for (name, level), loss in first.validation["half"].items()}, rel=1e-5
     )
-    # what comes later is added
-    (runs / "tail_lse-seed0" / "score.json").write_text("{}")
-    assert [*race.pack()] == [f"{race.archive('scratch')}: 1 runs more, 2 in all"]
-    assert race.finished("scratch").keys() == {"tail_twice", "tail_lse"}
+    # what is not scored is added if it is asked for, and has no scores then
+    assert [*pack(unscored=True)] == [f"{archive('scratch')}: 1 runs more, 2 in all"]
+    variants = finished("scratch")
+    assert {name: tables.scores_of(runs[0]) for name, runs in variants.items()} == {
+        "tail_twice": {"colour": 0.5},
+        "tail_lse": {},
+    }
 
 
-def test_a_seed_of_finetuning_is_packed_whole(tmp_path, monkeypatch):
-    monkeypatch.setattr(race, "RAW", tmp_path)
-    monkeypatch.setattr(race, "OUT", tmp_path / "race")
-    for name in race.points("finetune", [0]):
-        run = tmp_path / "race" / "finetune" / name
+def test_a_seed_of_finetuning_is_packed_whole(folders):
+    for name in points.points("finetune", [0]):
+        run = folders / "race" / "finetune" / name
         run.mkdir(parents=True)
         for file in ("run.json", "score.json"):
             (run / file).write_text("{}")
     run.rename(run.with_name("later"))
-    assert [*race.pack()] == []
+    assert [*pack()] == []
     run.with_name("later").rename(run)
-    count = len(race.variants("finetune"))
-    assert [*race.pack()] == [f"{race.archive('finetune')}: {count} runs more, {count} in all"]
+    count = len(points.variants("finetune"))
+    assert [*pack()] == [f"{archive('finetune')}: {count} runs more, {count} in all"]
 
 
-def test_later_legs_take_rates_and_variants_from_earlier_ones(tmp_path, monkeypatch):
-    monkeypatch.setattr(race, "RAW", tmp_path)
-    monkeypatch.setattr(race, "OUT", tmp_path / "race")
+def test_later_legs_take_rates_and_variants_from_earlier_ones(folders, monkeypatch):
     with pytest.raises(ValueError, match="learning rates come from the leg rates"):
-        race.points("scratch", [0])
-    tried = race.points("rates", [9])
-    assert len(tried) == 3 * len(race.variants("rates"))
-    assert tried["dense-lr0.002-seed9"] == ["attention=full", "seed=9", "optim.lr=0.002"]
-    best = {name: race.RATES[i % 3] for i, name in enumerate(race.variants("rates"))}
-    monkeypatch.setattr(race, "best_rates", lambda: best)
-    points = race.points("scratch", [0, 1])
-    assert [*points][: len(best)] == [f"{name}-seed0" for name in best]
-    assert points["vsa2-seed1"] == ["attention=vsa2", "tile_thw=[4,4,8]", "seed=1", f"optim.lr={best['vsa2']}"]
-    # at the rate of the leg
-    assert race.points("finetune", [2])["dense-seed2"] == ["attention=full", "seed=2"]
+        points.points("scratch", [0])
+    tried = points.points("rates", [9])
+    assert len(tried) == 3 * len(points.variants("rates"))
+    budget = list(LEGS["rates"].settings)
+    assert tried["dense-lr0.002-seed9"] == [*budget, "attention=full", "seed=9", "optim.lr=0.002"]
+    best = {name: legs.RATES[i % 3] for i, name in enumerate(points.variants("rates"))}
+    monkeypatch.setattr(points, "best_rates", lambda: best)
+    own = points.points("scratch", [0, 1])
+    assert [*own][: len(best)] == [f"{name}-seed0" for name in best]
+    rest = ["attention=vsa2", "tile_thw=[4,4,8]", "seed=1", f"optim.lr={best['vsa2']}"]
+    assert own["vsa2-seed1"] == [*LEGS["scratch"].settings, *rest]
+    # at the rate of the leg, from the dense run of its seed
+    start = f"init_from={folders / 'race' / 'start' / 'dense-seed2'}"
+    dense = points.points("finetune", [2])["dense-seed2"]
+    assert dense == [*LEGS["finetune"].settings, "attention=full", "seed=2", start]
     with pytest.raises(ValueError, match="second trains the best of scratch, of which runs are missing"):
-        race.points("second", [0])
+        points.points("second", [0])
 
 
-def test_a_variant_ranks_if_every_seed_says_so_and_noise_does_not_explain_it(folders):
-    variants = race.finished("scratch")
+FAKE = """
+import json, pathlib, sys, time
+run = pathlib.Path(sys.argv[2])
+run.mkdir(parents=True, exist_ok=True)
+(run / "argv").write_text(json.dumps(sys.argv[3:]))
+if run.name.startswith("{slow}"):
+    time.sleep(60)
+(run / "run.json").write_text("{{}}")
+(run / "score.json").write_text("{{}}")
+sys.exit(run.name.startswith("{bad}"))
+"""
 
-    def ranked(*by: float) -> race.Row:
+
+@pytest.fixture
+def fake(folders, monkeypatch):
+    """Runs that only write their files; the learning rate of all is 2e-3."""
+    rates = dict.fromkeys(LEGS["scratch"].variants, 2e-3)
+    monkeypatch.setattr(points, "best_rates", lambda: rates)
+    monkeypatch.setattr(training, "best_rates", lambda: rates)
+    own = training._command
+
+    def setup(*, bad: str = "none", slow: str = "none") -> None:
+        script = folders / "fake.py"
+        script.write_text(FAKE.format(bad=bad, slow=slow))
+        monkeypatch.setattr(
+            training,
+            "_command",
+            lambda *args, **kwargs: [sys.executable, str(script), *own(*args, **kwargs)[3:]],
+        )
+
+    return setup
+
+
+def ran(folder: Path) -> dict[str, list[str]]:
+    return {path.parent.name: json.loads(path.read_text()) for path in folder.glob("*/argv")}
+
+
+def test_what_the_archive_and_the_folder_have_is_not_trained_again(folders, fake):
+    fake()
+    training.train("scratch", [0], 1)
+    first = ran(folders / "race" / "scratch")
+    assert {*first} == {f"{name}-seed0" for name in LEGS["scratch"].variants}
+    clips, *words = first["sla-seed0"]
+    assert clips == str(legs.CLIPS)
+    assert {"seed=0", "optim.lr=0.002", "run=sla-seed0", *legs.COMMON, *LEGS["scratch"].settings} <= {*words}
+    for argv in folders.glob("race/scratch/*/argv"):
+        argv.unlink()
+    (folders / "race" / "scratch" / "sla-seed0" / "score.json").unlink()
+    training.train("scratch", [0], 1)
+    assert [*ran(folders / "race" / "scratch")] == ["sla-seed0"]
+    assert len([*pack()]) == 1
+    shutil.rmtree(folders / "race" / "scratch")
+    training.train("scratch", [0], 1)
+    assert ran(folders / "race" / "scratch") == {}
+
+
+def test_finetuning_begins_with_the_dense_run_of_each_seed(folders, fake):
+    fake()
+    training.train("finetune", [1, 2], 1)
+    starts = ran(folders / "race" / "start")
+    assert {*starts} == {"dense-seed1", "dense-seed2"}
+    clips, *words = starts["dense-seed2"]
+    assert clips == "0"
+    assert {"seed=2", "attention=full", "flop_budget=2e16", "optim.lr=0.002"} <= {*words}
+    for name, (_, *own) in ran(folders / "race" / "finetune").items():
+        assert f"init_from={folders}/race/start/dense-seed{name[-1]}" in own
+
+
+def test_a_failed_run_stops_no_other_and_is_said(folders, fake, capsys):
+    fake(bad="window")
+    with pytest.raises(SystemExit) as stop:
+        training.train("scratch", [0], 1)
+    assert stop.value.code == 1
+    assert len(ran(folders / "race" / "scratch")) == len(LEGS["scratch"].variants)
+    assert "failed window-seed0" in capsys.readouterr().out
+
+
+def test_a_signal_ends_the_runs(folders):
+    # a process of its own, whose signals are not those of the tests
+    code = f"""
+import sys
+from pathlib import Path
+from benchmarks.race import legs, points, training
+legs.OUT, legs.RAW = Path({str(folders / "race")!r}), Path({str(folders)!r})
+points.best_rates = lambda: dict.fromkeys(legs.LEGS["scratch"].variants, 1e-3)
+training._command = lambda run, *_, **__: [sys.executable, "-c", "import time; time.sleep(100)"]
+training.train("scratch", [0], 1)
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
+        deadline = time.monotonic() + 60
+        while not list(folders.glob("race/scratch/*.log")) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        process.send_signal(signal.SIGTERM)
+        out, _ = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert "stopped" in out
+    # the others did not start
+    assert len(list(folders.glob("race/scratch/*.log"))) < len(LEGS["scratch"].variants)
+
+
+def test_a_run_goes_on_and_its_clips_take_the_place_of_its_process(tmp_path, monkeypatch):
+    launched, replaced = [], []
+    monkeypatch.setattr("vsa.training.launch.launch", launched.append)
+    monkeypatch.setattr(os, "execv", lambda program, words: replaced.append(words))
+    training.train_one(tmp_path, 0, ["seed=1"])
+    assert (launched, replaced) == ([["seed=1"]], [])
+    (tmp_path / "checkpoints" / "step-00000002").mkdir(parents=True)
+    training.train_one(tmp_path, 256, ["seed=1"])
+    assert launched[1:] == [["seed=1", "ckpt_path=last"]]
+    args = score.parse_args(replaced[0][3:])
+    assert (args.clips, args.steps, args.compile, args.clips_or_run) == (256, legs.STEPS, True, tmp_path)
+    # finished: only its clips are missing
+    (tmp_path / "run.json").write_text("{}")
+    training.train_one(tmp_path, 256, ["seed=1"])
+    assert (len(launched), len(replaced)) == (2, 2)
+
+
+def test_step_times_tell_the_gpu_from_the_host(folders, monkeypatch):
+    run = folders / "vsa_64-seed9"
+    run.mkdir()
+    kinds = {"linear layers": 3.0, "optimizer": 1.0, "host: launches and Python": 5.0, "waiting for data": 2.0}
+    parts = {kind: {"milliseconds": ms, "floor": None} for kind, ms in kinds.items()}
+    (run / "profile.json").write_text(json.dumps({"milliseconds": 8.5, "kinds": parts}))
+
+    class Folder:
+        folder = run
+
+    monkeypatch.setattr(tables, "finished", lambda name: {"vsa_64": [Folder]} if name == "times" else {})
+    assert tables.step_times() == {"vsa_64": (8.5, 4.0)}
+    assert [*tables._times_table(tables.step_times())][2:] == ["| vsa_64 | 8.5 | 4.0 |"]
+
+
+def test_a_variant_ranks_if_every_seed_says_so_and_noise_does_not_explain_it(ablation):
+    variants = finished("scratch")
+
+    def shifted_by(*by: float) -> Row:
         def worse(run: Run, by: float) -> Run:
             steps, losses = run.metrics["val/loss"]
             return replace(run, metrics={**run.metrics, "val/loss": (steps, losses + by)})
 
         shifted = [worse(run, x) for run, x in zip(variants["no_tail"], by, strict=True)]
-        return next(row for row in race.ranked({**variants, "shifted": shifted}, "no_tail") if row.name == "shifted")
+        return next(row for row in ranked({**variants, "shifted": shifted}, "no_tail") if row.name == "shifted")
 
-    assert ranked(0.02, 0.03, 0.02).verdict == "behind"
-    assert ranked(-0.02, -0.03, -0.02).verdict == "before"
+    assert shifted_by(0.02, 0.03, 0.02).verdict == "behind"
+    assert shifted_by(-0.02, -0.03, -0.02).verdict == "before"
     # one seed says otherwise; all agree, within the noise of the other variants
-    assert ranked(0.03, 0.04, -0.001).verdict == "level"
-    assert ranked(0.003, 0.004, 0.002).verdict == "level"
+    assert shifted_by(0.03, 0.04, -0.001).verdict == "level"
+    assert shifted_by(0.003, 0.004, 0.002).verdict == "level"
 
 
-def test_the_noise_is_what_variant_and_seed_do_not_explain(folders):
-    variants = race.finished("scratch")
-    row = next(row for row in race.ranked(variants, "no_tail") if row.name == "tail_lse")
+def test_the_noise_is_what_variant_and_seed_do_not_explain(ablation):
+    variants = finished("scratch")
+    row = next(row for row in ranked(variants, "no_tail") if row.name == "tail_lse")
     table = [[run.val_loss for run in runs] for runs in variants.values()]
     # ordinary least squares on dummies of variants and seeds
     design = np.array([[*np.eye(6)[v], *np.eye(3)[s]] for v in range(6) for s in range(3)])
@@ -145,8 +309,8 @@ def test_the_noise_is_what_variant_and_seed_do_not_explain(folders):
     assert p < row.p <= min(1, 5 * p)
 
 
-def test_missing_runs_are_counted(folders):
-    lines = [*race.missing()]
-    runs = len(race.variants("scratch")) * 3
+def test_missing_runs_are_counted(ablation):
+    lines = [*points.missing()]
+    runs = len(points.variants("scratch")) * 3
     assert any(line.startswith(f"scratch    {runs - 18:4} of {runs} runs") for line in lines)
-    assert {line.split()[0] for line in lines} == {*race.LEGS, "all"}
+    assert {line.split()[0] for line in lines} == {*LEGS, "all"}

@@ -1,0 +1,135 @@
+"""Tables and pages of legs, from their archives."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from statistics import fmean
+
+from benchmarks.race.archive import finished, unpacked
+from benchmarks.race.legs import LEGS, archive
+from benchmarks.race.points import rate_of
+from benchmarks.race.ranking import Row, loss_of, ranked
+from vsa.reports.report import report
+from vsa.reports.runs import Run
+from vsa.training.step_times import DATA, HOST, IDLE
+
+SCORES = ("colour", "shape", "motion")
+
+
+def table(name: str) -> Iterator[str]:
+    """Markdown tables of a leg.
+
+    Raises:
+        ValueError: the leg has no archived run.
+    """
+    runs_by_name, leg = finished(name), LEGS[name]
+    if not runs_by_name:
+        raise ValueError(f"{name} has no finished run in {archive(name)}")
+    if leg.rates:
+        yield from _rates_table(runs_by_name)
+    elif leg.alone:
+        yield from _times_table(step_times())
+    else:
+        rows = ranked(runs_by_name)
+        yield from _losses_table(rows, leg.seeds)
+        yield ""
+        yield from _details_table(rows)
+        yield from _versions(rows)
+
+
+def _rates_table(runs_by_name: Mapping[str, Sequence[Run]]) -> Iterator[str]:
+    """Losses by learning rate, the lowest in bold."""
+    losses = {name: {rate_of(run): loss_of(run) for run in runs} for name, runs in runs_by_name.items()}
+    rates = sorted({rate for own in losses.values() for rate in own})
+    yield from _heads(["variant", "steps", *(f"lr {rate:g}" for rate in rates)])
+    for name, own in sorted(losses.items(), key=lambda item: min(item[1].values())):
+        cells = [f"{own[rate]:.4f}" if rate in own else "" for rate in rates]
+        best = f"{min(own.values()):.4f}"
+        cells = [f"**{cell}**" if cell == best else cell for cell in cells]
+        yield _line([name, f"{runs_by_name[name][0].steps:,}", *cells])
+
+
+def _times_table(times: Mapping[str, tuple[float, float]]) -> Iterator[str]:
+    yield from _heads(["variant", "ms a step", "of it on the GPU"])
+    for name, (step, on_gpu) in sorted(times.items(), key=lambda item: item[1][1]):
+        yield _line([name, f"{step:.1f}", f"{on_gpu:.1f}"])
+
+
+def _losses_table(rows: Sequence[Row], seeds: Sequence[int]) -> Iterator[str]:
+    """Losses by seed and differences from VSA; seconds are steps times the time of a step alone."""
+    times = step_times()
+    heads = ["variant", "steps", "seconds", "on the GPU", *(f"seed {seed}" for seed in seeds), "mean"]
+    yield from _heads([*heads, "from VSA, by seed", "mean, 95%", "p", ""])
+    for row in rows:
+        steps = row.runs[0].steps
+        seconds = [f"{steps * ms / 1e3:.0f}" for ms in times[row.name]] if row.name in times else ["", ""]
+        by_seed = {run.seed: f"{loss_of(run):.4f}" for run in row.runs}
+        mean = "" if row.reach is None else f"{fmean(row.apart):+.4f} +- {row.reach:.4f}"
+        cells = [row.name, f"{steps:,}", *seconds, *(by_seed.get(seed, "") for seed in seeds), f"**{row.loss:.4f}**"]
+        apart = ", ".join(f"{x:+.4f}" for x in row.apart)
+        yield _line([*cells, apart, mean, "" if row.p is None else f"{row.p:.2g}", row.verdict])
+
+
+def _details_table(rows: Sequence[Row]) -> Iterator[str]:
+    """Losses by number of tiles and noise level, and scores of clips."""
+    at_points = list(dict.fromkeys(point for row in rows for run in row.runs for point in run.validation))
+    levels = sorted({_tenth(level) for _, level in rows[0].runs[0].validation["current"]})
+    noise = [f"noise {low / 10:g} to {(low + 1) / 10:g}" for low in levels]
+    yield from _heads(["variant", *at_points, *noise, "scored runs", *SCORES])
+    for row in rows:
+        at = [[loss for run in row.runs for loss in run.validation.get(point, {}).values()] for point in at_points]
+        current = [item for run in row.runs for item in run.validation["current"].items()]
+        by_noise = [[loss for (_, level), loss in current if _tenth(level) == low] for low in levels]
+        means = [f"{fmean(losses):.4f}" if losses else "" for losses in (*at, *by_noise)]
+        scores = [scores for run in row.runs if (scores := scores_of(run))]
+        shares = [f"{fmean(own[part] for own in scores):.1%}" if scores else "" for part in SCORES]
+        yield _line([row.name, *means, f"{len(scores)} of {len(row.runs)}", *shares])
+
+
+def _tenth(noise_level: float) -> int:
+    return min(9, int(10 * noise_level))
+
+
+def _versions(rows: Sequence[Row]) -> Iterator[str]:
+    """A line for each variant whose runs are of several versions of the code."""
+    for row in rows:
+        versions = sorted({str(commit) for run in row.runs for commit in run.manifest.get("commits") or ["unknown"]})
+        if len(versions) > 1:
+            yield f"{row.name}: runs of {len(versions)} versions of the code, {', '.join(versions)}"
+
+
+def _heads(heads: Sequence[str]) -> list[str]:
+    return [_line(heads), "|---" * len(heads) + "|"]
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def scores_of(run: Run) -> dict[str, float]:
+    """Shares of the right attributes of its clips; empty where they were not scored."""
+    path = run.folder / "score.json"
+    return json.loads(path.read_text(encoding="utf-8"))["scores"]["clips"] if path.is_file() else {}
+
+
+def step_times() -> dict[str, tuple[float, float]]:
+    """Milliseconds of a step by variant, measured alone in one call, and those of them in which the GPU works."""
+    times = {}
+    for name, runs in finished("times").items():
+        profiles = [json.loads((run.folder / "profile.json").read_text(encoding="utf-8")) for run in runs]
+        on_gpu = [
+            sum(part["milliseconds"] for kind, part in profile["kinds"].items() if kind not in (DATA, HOST, IDLE))
+            for profile in profiles
+        ]
+        times[name] = (fmean(profile["milliseconds"] for profile in profiles), fmean(on_gpu))
+    return times
+
+
+def page(name: str) -> None:
+    """Write the page of a leg, from its archive.
+
+    Raises:
+        ValueError: the leg has no archived run.
+    """
+    report([unpacked(name, "pages")])
