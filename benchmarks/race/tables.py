@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import csv
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from statistics import fmean
 
 from benchmarks.race.archive import finished, unpacked
@@ -15,6 +18,7 @@ from vsa.reports.runs import Run
 from vsa.training.step_times import DATA, HOST, IDLE
 
 SCORES = ("colour", "shape", "motion")
+SECONDS, SPEED = "throughput/step_seconds", "throughput/tokens_per_second"
 
 
 def table(name: str) -> Iterator[str]:
@@ -127,9 +131,27 @@ def step_times() -> dict[str, tuple[float, float]]:
 
 
 def page(name: str) -> None:
-    """Write the page of a leg, from its archive.
+    """Write the page of a leg, from its archive, with step times measured alone where there are any.
 
     Raises:
         ValueError: the leg has no archived run.
     """
-    report([unpacked(name, "pages")])
+    where, times = unpacked(name, "pages"), step_times()
+    for path in where.glob("*/metrics.csv"):
+        if (own := times.get(re.sub(r"-seed\d+$", "", path.parent.name))) is not None:
+            _set_step_seconds(path, own[0] / 1e3)
+    report([where])
+
+
+def _set_step_seconds(path: Path, alone: float) -> None:
+    """Replace the step times of a table: those of several runs on one GPU say nothing about a run."""
+    with open(path, newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    for row in rows:
+        if row[SECONDS]:
+            row[SPEED] = str(float(row[SPEED]) * float(row[SECONDS]) / alone)
+            row[SECONDS] = str(alone)
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        table = csv.DictWriter(file, [*rows[0]])
+        table.writeheader()
+        table.writerows(rows)

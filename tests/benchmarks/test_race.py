@@ -22,7 +22,7 @@ from benchmarks.race.archive import finished, pack
 from benchmarks.race.legs import LEGS, archive
 from benchmarks.race.ranking import Row, ranked
 from benchmarks.world import score
-from vsa.reports.runs import Run
+from vsa.reports.runs import Run, find_runs
 from vsa.reports.statistics import t_p_value, t_quantile
 
 RUNS = legs.RAW / "ablation-score-tail-forms.tar.xz"
@@ -75,6 +75,20 @@ def test_tables_of_published_archives(name, monkeypatch, tmp_path):
     first = lines[: lines.index("")] if "" in lines else lines
     assert [line for line in first if line not in page] == []
     assert len(first) > 2
+
+
+def test_the_page_has_step_times_measured_alone(ablation, monkeypatch):
+    monkeypatch.setattr(tables, "step_times", lambda: {"no_tail": (50.0, 20.0)})
+    tables.page("scratch")
+    assert (ablation / "race" / "pages" / "scratch" / "report.html").is_file()
+    before = finished("scratch")
+    after = {run.folder.name: run for run in find_runs([ablation / "race" / "pages" / "scratch"])[1]}
+    for name, runs in before.items():
+        one, own = runs[0], after[runs[0].folder.name]
+        assert own.step_seconds == pytest.approx(0.05 if name == "no_tail" else one.step_seconds)
+        tokens = one.metrics[tables.SPEED][1] * one.metrics[tables.SECONDS][1]
+        assert own.metrics[tables.SPEED][1] * own.metrics[tables.SECONDS][1] == pytest.approx(tokens)
+        assert own.val_loss == one.val_loss
 
 
 def test_runs_are_packed_once_they_are_finished_and_scored(ablation):
