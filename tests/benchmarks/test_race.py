@@ -7,9 +7,9 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import tarfile
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +24,7 @@ from benchmarks.race.ranking import Row, ranked
 from benchmarks.world import score
 from vsa.reports.runs import Run, find_runs
 from vsa.reports.statistics import t_p_value, t_quantile
+from vsa.sweeps.job_queue import Slot
 
 RUNS = legs.RAW / "ablation-score-tail-forms.tar.xz"
 # docs/benchmarks/ablation.md, "Forms of score and tail"
@@ -234,27 +235,25 @@ def test_a_failed_run_stops_no_other_and_is_said(folders, fake, capsys):
     assert "failed window-seed0" in capsys.readouterr().out
 
 
-def test_a_signal_ends_the_runs(folders):
-    # a process of its own, whose signals are not those of the tests
-    code = f"""
-import sys
-from pathlib import Path
-from benchmarks.race import legs, points, training
-legs.OUT, legs.RAW = Path({str(folders / "race")!r}), Path({str(folders)!r})
-points.best_rates = lambda: dict.fromkeys(legs.LEGS["scratch"].variants, 1e-3)
-training._command = lambda run, *_, **__: [sys.executable, "-c", "import time; time.sleep(100)"]
-training.train("scratch", [0], 1)
-"""
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
+def test_a_signal_ends_the_runs(folders, fake, monkeypatch, capsys):
+    fake(slow="vsa_64")
+    monkeypatch.setattr(training, "slots_of", lambda *_: [Slot("the only one")])
+
+    def once_it_runs() -> None:
         deadline = time.monotonic() + 60
-        while not list(folders.glob("race/scratch/*.log")) and time.monotonic() < deadline:
+        while not list(folders.glob("race/scratch/vsa_64-seed0/argv")) and time.monotonic() < deadline:
             time.sleep(0.1)
-        process.send_signal(signal.SIGTERM)
-        out, _ = process.communicate(timeout=60)
-    assert process.returncode == 128 + signal.SIGTERM
-    assert "stopped" in out
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    thread = threading.Thread(target=once_it_runs)
+    thread.start()
+    with pytest.raises(SystemExit) as stop:
+        training.train("scratch", [0], 1)
+    thread.join()
+    assert stop.value.code == 128 + signal.SIGTERM
+    assert "stopped vsa_64-seed0" in capsys.readouterr().out
     # the others did not start
-    assert len(list(folders.glob("race/scratch/*.log"))) < len(LEGS["scratch"].variants)
+    assert [*ran(folders / "race" / "scratch")] == ["vsa_64-seed0"]
 
 
 def test_a_run_goes_on_and_its_clips_take_the_place_of_its_process(tmp_path, monkeypatch):
