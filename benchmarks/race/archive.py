@@ -16,8 +16,11 @@ from vsa.checkpoints.run_history import has_finished
 from vsa.reports.runs import Run, find_runs, short_name
 
 KEPT = ("config.yaml", "run.json", "metrics.csv", "validation.csv", "profile.json", "score.json")
-COLUMNS = re.compile(r"(?!.*_decile_)(step|at|sample|noise_level|loss|lr|(train|val)/loss.*|throughput/.*|sparsity/.*)")
-"""Columns of archived tables; the losses by noise level are those of validation.csv."""
+COLUMNS = re.compile(
+    r"(?!.*_decile_)(step|at|sample|noise_level|loss|lr|(train|val)/loss.*|sparsity/.*"
+    r"|throughput/(step_seconds|tokens_per_second|flops_total|memory_gib))"
+)
+"""Columns of archived tables; the losses by noise level are those of validation.csv, other speeds follow from these."""
 
 
 def is_finished(run: Path) -> bool:
@@ -45,7 +48,7 @@ def pack(*, unscored: bool = False) -> Iterator[str]:
         files = {
             f"{name}/{run.name}/{file}": _slim(run / file) for run in done for file in KEPT if (run / file).is_file()
         }
-        if archive(name).is_file():
+        if before:
             with tarfile.open(archive(name)) as old:
                 files |= {m.name: file.read() for m in old.getmembers() if (file := old.extractfile(m))}
         with tarfile.open(archive(name), "w:xz", preset=9) as tar:

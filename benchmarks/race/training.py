@@ -50,9 +50,9 @@ def _queue(name: str, own: Mapping[str, Sequence[str]], jobs: int, *, scored: bo
     def changed(job: Job) -> None:
         if job.status != "running":
             done = sum(job.status == "finished" for job in all_jobs)
-            print(f"[{done}/{len(all_jobs)}] {job.status} {job.name}, loss {final_loss(here / job.name)}", flush=True)
-            if job.reason:
-                print(f"  {job.reason}", flush=True)
+            loss = final_loss(here / job.name)
+            outcome = job.reason or ("no validation loss" if loss is None else f"validation loss {loss:.4f}")
+            print(f"[{done}/{len(all_jobs)}] {job.status} {job.name}: {outcome}", flush=True)
 
     slots = slots_of(Sweep(jobs_per_device=jobs), {"accelerator": "auto", "devices": 1})
     number = run_jobs(all_jobs, slots, changed=changed, tick=lambda: None, grace=GRACE)

@@ -80,8 +80,10 @@ def test_tables_of_published_archives(name, monkeypatch, tmp_path):
 
 def test_the_page_has_step_times_measured_alone(ablation, monkeypatch):
     monkeypatch.setattr(tables, "step_times", lambda: {"no_tail": (50.0, 20.0)})
+    reported: list[list[Path]] = []
+    monkeypatch.setattr(tables, "report", reported.append)
     tables.page("scratch")
-    assert (ablation / "race" / "pages" / "scratch" / "report.html").is_file()
+    assert reported == [[ablation / "race" / "pages" / "scratch"]]
     before = finished("scratch")
     after = {run.folder.name: run for run in find_runs([ablation / "race" / "pages" / "scratch"])[1]}
     for name, runs in before.items():
@@ -232,7 +234,7 @@ def test_a_failed_run_stops_no_other_and_is_said(folders, fake, capsys):
         training.train("scratch", [0], 1)
     assert stop.value.code == 1
     assert len(ran(folders / "race" / "scratch")) == len(LEGS["scratch"].variants)
-    assert "failed window-seed0" in capsys.readouterr().out
+    assert "failed window-seed0: exit status 1" in capsys.readouterr().out
 
 
 def test_a_signal_ends_the_runs(folders, fake, monkeypatch, capsys):
