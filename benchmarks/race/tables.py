@@ -33,10 +33,10 @@ def table(name: str) -> Iterator[str]:
     if leg.rates:
         yield from _rates_table(runs_by_name)
     elif leg.alone:
-        yield from _times_table(step_times())
+        yield from _times_table(step_times(name))
     else:
         rows = ranked(runs_by_name)
-        yield from _losses_table(rows, leg.seeds)
+        yield from _losses_table(rows, leg.seeds, step_times(name))
         yield ""
         yield from _details_table(rows)
         yield from _versions(rows)
@@ -60,9 +60,8 @@ def _times_table(times: Mapping[str, tuple[float, float]]) -> Iterator[str]:
         yield _line([name, f"{step:.1f}", f"{on_gpu:.1f}"])
 
 
-def _losses_table(rows: Sequence[Row], seeds: Sequence[int]) -> Iterator[str]:
+def _losses_table(rows: Sequence[Row], seeds: Sequence[int], times: Mapping[str, tuple[float, float]]) -> Iterator[str]:
     """Losses by seed and differences from VSA; seconds are steps times the time of a step alone."""
-    times = step_times()
     heads = ["variant", "steps", "seconds", "on the GPU", *(f"seed {seed}" for seed in seeds), "mean"]
     yield from _heads([*heads, "from VSA, by seed", "mean, 95%", "p", ""])
     for row in rows:
@@ -117,16 +116,21 @@ def scores_of(run: Run) -> dict[str, float]:
     return json.loads(path.read_text(encoding="utf-8"))["scores"]["clips"] if path.is_file() else {}
 
 
-def step_times() -> dict[str, tuple[float, float]]:
-    """Milliseconds of a step by variant, measured alone in one call, and those of them in which the GPU works."""
-    times = {}
-    for name, runs in finished("times").items():
+def step_times(name: str) -> dict[str, tuple[float, float]]:
+    """Milliseconds of a step by variant, measured alone in one call, and those of them in which the GPU works.
+
+    Legs of another sweep than that of `times` have other tokens or losses, and none.
+    """
+    times: dict[str, tuple[float, float]] = {}
+    if LEGS[name].sweep != LEGS["times"].sweep:
+        return times
+    for variant, runs in finished("times").items():
         profiles = [json.loads((run.folder / "profile.json").read_text(encoding="utf-8")) for run in runs]
         on_gpu = [
             sum(part["milliseconds"] for kind, part in profile["kinds"].items() if kind not in (DATA, HOST, IDLE))
             for profile in profiles
         ]
-        times[name] = (fmean(profile["milliseconds"] for profile in profiles), fmean(on_gpu))
+        times[variant] = (fmean(profile["milliseconds"] for profile in profiles), fmean(on_gpu))
     return times
 
 
@@ -136,7 +140,7 @@ def page(name: str) -> None:
     Raises:
         ValueError: the leg has no archived run.
     """
-    where, times = unpacked(name, "pages"), step_times()
+    where, times = unpacked(name, "pages"), step_times(name)
     for path in where.glob("*/metrics.csv"):
         if (own := times.get(re.sub(r"-seed\d+$", "", path.parent.name))) is not None:
             _set_step_seconds(path, own[0] / 1e3)

@@ -79,7 +79,7 @@ def test_tables_of_published_archives(name, monkeypatch, tmp_path):
 
 
 def test_the_page_has_step_times_measured_alone(ablation, monkeypatch):
-    monkeypatch.setattr(tables, "step_times", lambda: {"no_tail": (50.0, 20.0)})
+    monkeypatch.setattr(tables, "step_times", lambda name: {"no_tail": (50.0, 20.0)})
     reported: list[list[Path]] = []
     monkeypatch.setattr(tables, "report", reported.append)
     tables.page("scratch")
@@ -286,8 +286,10 @@ def test_step_times_tell_the_gpu_from_the_host(folders, monkeypatch):
         folder = run
 
     monkeypatch.setattr(tables, "finished", lambda name: {"vsa_64": [Folder]} if name == "times" else {})
-    assert tables.step_times() == {"vsa_64": (8.5, 4.0)}
-    assert [*tables._times_table(tables.step_times())][2:] == ["| vsa_64 | 8.5 | 4.0 |"]
+    assert tables.step_times("scratch") == tables.step_times("second") == {"vsa_64": (8.5, 4.0)}
+    assert [*tables.table("times")][2:] == ["| vsa_64 | 8.5 | 4.0 |"]
+    # other tokens, other losses
+    assert tables.step_times("long") == tables.step_times("finetune") == {}
 
 
 def test_a_variant_ranks_if_every_seed_says_so_and_noise_does_not_explain_it(ablation):
