@@ -115,7 +115,7 @@ def the_same(first, model: torch.nn.Module, **own) -> float:
 def test_all_tiles_start_at_the_dense_run(training, dense):
     watch = Watch()
     training(*FINETUNE, *ALL_TILES, f"init_from={dense}", "run=tuned", "trainer.max_steps=2", callbacks=(watch,))
-    reference = load_run(dense).model
+    reference = load_run(dense, device="cpu").model
     assert the_same(watch.first, reference, topk=None) < 1e-5
     # the averaged weights of the dense run, and gates at their identity
     ema = read_checkpoint(training_checkpoint(dense)).tensors("ema")
@@ -126,7 +126,7 @@ def test_all_tiles_start_at_the_dense_run(training, dense):
     assert any(n in watch.changed for n in gates)
     # control: fewer tiles are another function
     args, kwargs, _ = watch.first
-    sparse = load_run(training.folder("tuned")).model
+    sparse = load_run(training.folder("tuned"), device="cpu").model
     with torch.no_grad():
         few, every = (sparse(*args, **{**kwargs, "topk": k}) for k in (2, 8))
     assert (few - every).abs().max() > 1e-4
@@ -298,7 +298,7 @@ def test_adapters_train_alone_and_merge_into_the_model(training, dense):
     lora = (*FINETUNE, LORA, f"init_from={dense}")
     training(*lora, "run=straight", "trainer.max_steps=4", callbacks=(watch,))
     # B starts at zero: the first output is the plain model's
-    plain = load_run(dense).model
+    plain = load_run(dense, device="cpu").model
     sparse = make_like(training, plain)
     assert the_same(watch.first, sparse) < 1e-5
     adapters = {n for n in watch.start if ".lora_" in n}
@@ -330,7 +330,7 @@ def test_adapters_train_alone_and_merge_into_the_model(training, dense):
         convert(open_weights(dense), out, Conversion(to="lora-musubi"))
 
     # what samplers load computes what the adapted model did
-    run = load_run(training.folder("straight"), weights="model")
+    run = load_run(training.folder("straight"), weights="model", device="cpu")
     args, kwargs, _ = watch.first
     config = training.last("straight").state["config"]
     from vsa.config import model_factory

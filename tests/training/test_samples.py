@@ -326,6 +326,17 @@ def test_clips_are_shown_at_the_rate_of_the_data(training, tmp_path, capsys):
         assert "1 of 1 captions are cut after 16 tokens and lose 4 in the mean" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("attention", ["video_sparse", "sla"])
+def test_later_clips_are_computed_as_those_of_the_training(training, made, monkeypatch, attention):
+    training(f"attention={attention}", "attention.tile_thw=[2,2,2]", "task.parallel.compute_dtype=bfloat16", *CLIPS)
+    (videos,) = (clips for name, clips in made.items() if name.endswith("step-00000004"))
+    assert torch.equal(few_step_clips(training.folder(), "ema"), videos)
+    assert {x.dtype for x in load_run(training.folder(), device="cpu").model.parameters()} == {torch.bfloat16}
+    # control: in the dtype of the stored weights
+    monkeypatch.setattr("vsa.sampling.pipeline.rounds_to", lambda setting, device_type: None)
+    assert not torch.equal(few_step_clips(training.folder(), "ema"), videos)
+
+
 def test_a_trained_run_continues_a_picture(training, tmp_path):
     training("trainer.max_steps=2", "task.objective.first_frame=0.5")
     colour = np.full((50, 80, 3), (200, 40, 40), np.uint8)

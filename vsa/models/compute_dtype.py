@@ -8,11 +8,20 @@ the dtype of the parameters.
 from __future__ import annotations
 
 from functools import cache
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+ComputeDtype = Literal["auto", "bfloat16", "float32"]
+"""Setting of the dtype to which fp32 parameters are rounded for use; auto: bfloat16 on CUDA, float32 elsewhere."""
+
+
+def rounds_to(setting: ComputeDtype, device_type: str) -> torch.dtype | None:
+    """The dtype to which parameters are rounded on a device type; None: no rounding."""
+    low = device_type == "cuda" if setting == "auto" else setting == "bfloat16"
+    return torch.bfloat16 if low else None
 
 
 def rounded(parameter: Tensor, dtype: torch.dtype | None) -> Tensor:

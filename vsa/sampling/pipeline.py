@@ -36,6 +36,7 @@ from vsa.diffusion.flow_matching import TIMESTEP_SCALE, FlowShift, give_first_fr
 from vsa.diffusion.latent_statistics import LatentStatistics
 from vsa.diffusion.rollout import rollout_noise
 from vsa.diffusion.sampler import euler_sigmas, guide, sample_euler, sample_few_step
+from vsa.models.compute_dtype import compute_in, hold_rounded, rounds_to
 from vsa.models.network import Network
 from vsa.sampling.first_frames import CLEAN, FirstFrames, frames_of, held_out_frames, image_inputs
 from vsa.sampling.settings import SampleSettings
@@ -194,6 +195,8 @@ def load_run(
 ) -> SamplingPipeline:
     """Load the model of a run, or of an export that has `sampling.json`, for sampling.
 
+    It computes in the dtype of its training, `task.parallel.compute_dtype`, and its parameters are rounded to it.
+
     Args:
         path: a run folder (its newest valid checkpoint), a checkpoint folder, an export or the hub id of either.
         weights: "ema" for the averaged weights, "model" for the trained ones; None: averaged ones if there are any.
@@ -217,11 +220,15 @@ def load_run(
     with torch.random.fork_rng(devices=[]):
         model = source.network()
     source.load(model, "required" if gate_names(model) else "absent")
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    model.eval().requires_grad_(False)
+    parallel = config["task"].get("parallel") or {}
+    if (dtype := rounds_to(parallel.get("compute_dtype", "auto"), device.type)) is not None:
+        compute_in(model, dtype)
+        hold_rounded(model, dtype)
     exported = source.sparse if isinstance(source, PretrainedWeights) else None
     return SamplingPipeline(
-        model=model.to(device).eval().requires_grad_(False),
+        model=model.to(device),
         codec=codec,
         text_encoder=text_encoder,
         latent_mean=torch.tensor(state["latent_mean"]),

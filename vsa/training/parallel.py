@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from vsa.attention.sequence import SequenceRanks
 from vsa.data.parallel_dims import ParallelDims
 from vsa.errors import is_out_of_memory, too_large
-from vsa.models.compute_dtype import compute_in, hold_rounded
+from vsa.models.compute_dtype import ComputeDtype, compute_in, hold_rounded, rounds_to
 from vsa.models.init import without_memory
 from vsa.models.network import Network
 from vsa.models.recompute import LEVELS, Level
@@ -44,8 +44,7 @@ class ParallelPlan:
             feed-forward layer), or full. auto: the least recomputation that fits into the memory of the GPU by the
             estimate of `vsa plan`, with a margin; a resumed run keeps the level of its checkpoint.
         compile: whether each block is compiled by `torch.compile`.
-        compute_dtype: dtype to which the fp32 parameters are rounded for use; auto: bfloat16 on CUDA, float32
-            elsewhere.
+        compute_dtype: see `vsa.models.compute_dtype.ComputeDtype`; sampling follows it.
         frozen: form of the parameters that are not trained (beside adapters, or of a teacher): float32, or rounded,
             once and not at every use, with half the memory and the same results; on one device.
         sequence: number of consecutive ranks that share a sample, each with some of its tokens and, in attention, some
@@ -56,7 +55,7 @@ class ParallelPlan:
 
     activation_checkpointing: Literal["auto", "none", "attention", "attention_mlp", "full"] = "auto"
     compile: bool = False
-    compute_dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    compute_dtype: ComputeDtype = "auto"
     frozen: Literal["float32", "rounded"] = "float32"
     sequence: AtLeastOne = 1
     offload: bool = False
@@ -84,11 +83,6 @@ class ParallelPlan:
         if self.frozen == "rounded" and sharded:
             raise ValueError("task.parallel.frozen=rounded is for one device without FSDP2, which shards fp32 weights")
 
-    def rounds_to(self, device_type: str) -> torch.dtype | None:
-        """The dtype to which parameters are rounded on a device type; None: no rounding."""
-        low = device_type == "cuda" if self.compute_dtype == "auto" else self.compute_dtype == "bfloat16"
-        return torch.bfloat16 if low else None
-
 
 def parallelize(model: Network, mesh: DeviceMesh | None, plan: ParallelPlan, device_type: str) -> None:
     """Prepare `model` in place: activation checkpointing, per-block compile, FSDP2 over `mesh` (None: no sharding).
@@ -103,7 +97,7 @@ def parallelize(model: Network, mesh: DeviceMesh | None, plan: ParallelPlan, dev
         plan: the settings.
         device_type: type of the device on which the model will run.
     """
-    low = plan.rounds_to(device_type)
+    low = rounds_to(plan.compute_dtype, device_type)
     model.activation_checkpointing = plan.level
     if plan.compile:
         model.compile_blocks()
