@@ -23,6 +23,8 @@ COMMON = (
 )
 POINTS = "task.validate_at=[current,half,double,quadruple,dense]"
 FROM_SCRATCH = "flop_budget=2e16"
+LONG = ("data.world.grid=[16,32,32]", "data.batch_size=4")
+PROFILE = ("debug=profile", "trainer.max_steps=80", "callbacks.profile.warm_up=30", "callbacks.profile.steps=20")
 RATES = (1e-3, 2e-3, 4e-3)
 BEST, CLIPS, STEPS = 5, 256, 16
 """Variants of the second round besides VSA and the dense model; scored clips of a run, and their Euler steps."""
@@ -61,29 +63,24 @@ class Leg:
         return yaml.safe_load(path.read_text(encoding="utf-8"))["variants"]
 
 
+def _times(sweep: str, *settings: str) -> Leg:
+    """Step times of the variants of a sweep, each alone."""
+    return Leg(
+        sweep=sweep, settings=(*PROFILE, *settings), seeds=(9,), minutes=0.7, own_rate=False, alone=True, scored=False
+    )
+
+
 LEGS = {
     "rates": Leg(sweep="race", settings=("flop_budget=5e15",), seeds=(9,), minutes=0.5, rates=RATES, scored=False),
-    "times": Leg(
-        sweep="race",
-        settings=(
-            "debug=profile",
-            "trainer.max_steps=80",
-            "callbacks.profile.warm_up=30",
-            "callbacks.profile.steps=20",
-        ),
-        seeds=(9,),
-        minutes=0.7,
-        own_rate=False,
-        alone=True,
-        scored=False,
-    ),
+    "times": _times("race"),
+    "times_long": _times("race_long", *LONG),
     "scratch": Leg(sweep="race", settings=(FROM_SCRATCH, POINTS), seeds=(0, 1, 2), minutes=1.8),
     "second": Leg(
         sweep="race", settings=("flop_budget=5e16", POINTS), seeds=(0, 1, 2, 3, 4), minutes=4.2, best_of="scratch"
     ),
     "long": Leg(
         sweep="race_long",
-        settings=("flop_budget=5e16", "data.world.grid=[16,32,32]", "data.batch_size=4", POINTS),
+        settings=("flop_budget=5e16", *LONG, POINTS),
         seeds=(0, 1),
         minutes=4.2,
     ),

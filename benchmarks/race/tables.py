@@ -119,12 +119,11 @@ def scores_of(run: Run) -> dict[str, float]:
 def step_times(name: str) -> dict[str, tuple[float, float]]:
     """Milliseconds of a step by variant, measured alone in one call, and those of them in which the GPU works.
 
-    Legs of another sweep than that of `times` have other tokens or losses, and none.
+    They are those of the leg that times this one's sweep; another sweep has other tokens or losses.
     """
     times: dict[str, tuple[float, float]] = {}
-    if LEGS[name].sweep != LEGS["times"].sweep:
-        return times
-    for variant, runs in finished("times").items():
+    timed = next((key for key, leg in LEGS.items() if leg.alone and leg.sweep == LEGS[name].sweep), None)
+    for variant, runs in ({} if timed is None else finished(timed)).items():
         profiles = [json.loads((run.folder / "profile.json").read_text(encoding="utf-8")) for run in runs]
         on_gpu = [
             sum(part["milliseconds"] for kind, part in profile["kinds"].items() if kind not in (DATA, HOST, IDLE))
