@@ -42,7 +42,10 @@ METHODS = {
         NeighborhoodAttention, window_thw=(2, 4, 2), stride_thw=(2, 2, 2), tile_thw=(2, 2, 2), kv_tile_thw=(1, 2, 2)
     ),
     "whole windows": partial(NeighborhoodAttention, window_thw=(1.0, 1.0, 1.0)),
-    "fine tiles": partial(FineGrainedAttention, q_tokens=16, kv_tokens=4, top_p=0.6, allow_training=True),
+    # the union of a group of its query tiles is every kv tile of so few tokens
+    "fine tiles": partial(
+        FineGrainedAttention, q_tokens=16, kv_tokens=4, top_p=0.6, attended="tile", allow_training=True
+    ),
 }
 QUICK = ("excluded window", "budget of a layer", "groups")
 UNSELECTIVE = ("groups", "pooled keys", "windows", "strided windows", "whole windows", "fine tiles")
