@@ -34,6 +34,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:tiles .* are .* full")
 
 TINY = f"model._target_={TARGETS}TinyNetwork"
 MIXED = f"attention._target_={TARGETS}DenseThenSparse"
+BF16 = "task.parallel.compute_dtype=bfloat16"
 
 
 SPARSE = partial(VideoSparseAttention, tile_thw=(1, 2, 2))
@@ -45,7 +46,7 @@ def configs_name_test_classes(monkeypatch):
     monkeypatch.setattr(vsa.config, "ALLOWED_TARGETS", (*vsa.config.ALLOWED_TARGETS, TARGETS))
 
 
-@pytest.mark.parametrize("overrides", [(TINY,), (MIXED,), (TINY, MIXED)], ids=lambda o: " ".join(o))
+@pytest.mark.parametrize("overrides", [(TINY,), (MIXED,), (TINY, MIXED, BF16)], ids=lambda o: " ".join(o))
 def test_it_trains_resumes_and_samples(training, overrides):
     training(*overrides, "run=whole")
     training(*overrides, "run=twice", "trainer.max_steps=2")

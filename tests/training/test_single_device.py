@@ -21,7 +21,7 @@ from tests.training.distillations import DISTILL, GAN, TOLD
 from tests.training.ranks import run_ranks
 from vsa.attention.video_sparse import VideoSparseAttention
 from vsa.checkpoints.wan_names import is_gate
-from vsa.models.compute_dtype import compute_in
+from vsa.models.compute_dtype import compute_in, hold_rounded
 from vsa.models.recompute import Level
 from vsa.models.sharding import local, whole
 from vsa.models.video_dit import VideoDiT
@@ -190,6 +190,9 @@ def test_a_module_that_cannot_round_is_named():
     with pytest.raises(ValueError, match=r"blocks\.1\.to_gate_compress \(Conv1d\) cannot compute in bfloat16 over"):
         compute_in(model, torch.bfloat16)
     compute_in(model, None)
+    # held in that dtype, as FSDP2 gathers them, its parameters need no rounding
+    hold_rounded(model.requires_grad_(False), torch.bfloat16)
+    compute_in(model, torch.bfloat16)
 
 
 def test_values_are_drawn_on_the_cpu_for_every_device():

@@ -107,7 +107,7 @@ def compute_in(model: nn.Module, dtype: torch.dtype | None) -> None:
     Names and dtypes of the parameters do not change. Adapters must be added before this call.
 
     Raises:
-        ValueError: a module with parameters does not support another compute dtype.
+        ValueError: a module has parameters of another dtype and does not round them.
     """
     for name, module in model.named_modules():
         if dtype is not None and type(module) in _ROUNDED:
@@ -115,17 +115,16 @@ def compute_in(model: nn.Module, dtype: torch.dtype | None) -> None:
             module.__class__ = _ROUNDED[type(module)]
         if hasattr(type(module), "compute_dtype"):
             module.compute_dtype = dtype  # type: ignore[assignment] (of that class)
-        elif dtype is not None and next(module.parameters(recurse=False), None) is not None:
+        elif dtype is not None and (other := {p.dtype for p in module.parameters(recurse=False)} - {dtype}):
             known = ", ".join(f"nn.{kind.__name__}" for kind in _ROUNDED)
             raise ValueError(
                 f"{name} ({type(module).__name__}) cannot compute in {str(dtype).removeprefix('torch.')} over "
-                f"{next(module.parameters(recurse=False)).dtype} parameters: build it of {known}, give it a "
-                "compute_dtype, or use trainer=fsdp"
+                f"{other.pop()} parameters: build it of {known}, give it a compute_dtype, or use trainer=fsdp"
             )
 
 
 def hold_rounded(model: nn.Module, dtype: torch.dtype) -> None:
-    """Round the parameters of `model` that are not trained, in place, once for all passes, after `compute_in`."""
+    """Round the parameters of `model` that are not trained, in place, once for all passes, before `compute_in`."""
     for parameter in model.parameters():
         if not parameter.requires_grad:
             parameter.data = parameter.data.to(dtype)

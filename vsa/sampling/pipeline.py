@@ -224,8 +224,8 @@ def load_run(
     model.eval().requires_grad_(False)
     parallel = config["task"].get("parallel") or {}
     if (dtype := rounds_to(parallel.get("compute_dtype", "auto"), device.type)) is not None:
-        compute_in(model, dtype)
         hold_rounded(model, dtype)
+        compute_in(model, dtype)
     exported = source.sparse if isinstance(source, PretrainedWeights) else None
     return SamplingPipeline(
         model=model.to(device),

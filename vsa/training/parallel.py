@@ -103,9 +103,9 @@ def parallelize(model: Network, mesh: DeviceMesh | None, plan: ParallelPlan, dev
         model.compile_blocks()
     plan.refuse_misfit(sharded=mesh is not None)
     if mesh is None:
-        compute_in(model, low)
         if low is not None and plan.frozen == "rounded":
             hold_rounded(model, low)
+        compute_in(model, low)
     else:
         reduced = torch.float32 if low else None
         policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=reduced, cast_forward_inputs=False)
