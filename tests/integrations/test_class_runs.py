@@ -5,14 +5,18 @@ from __future__ import annotations
 import json
 import math
 import shutil
+from dataclasses import replace
 
 import pytest
+import torch
 
 from tests.integrations import tiny
 from tests.integrations.test_trained_families import DATA, SIZES, Family
 from tests.tiny_runs import training, vsa_command  # noqa: F401 (a fixture)
 from vsa.checkpoints.weight_source import open_weights
+from vsa.evaluation.inspection.metrics import METRICS
 from vsa.sampling.pipeline import generate, load_run
+from vsa.training.callbacks import diagnostics
 
 pytestmark = pytest.mark.filterwarnings("ignore:tiles .* are .* full")
 
@@ -50,3 +54,54 @@ def test_it_trains_from_scratch(training):  # noqa: F811
     assert {name: weights.config[name] for name in own} == own
     # the head starts at zero
     assert weights["proj_out.weight"].abs().max() > 0
+
+
+def test_the_selection_of_rows_with_text_is_shown(tmp_path):
+    family = Family("cogvideox", tmp_path)
+    topk = "video_sparse topk=2 tile_thw=[1,2,2]"
+    own = ("--device", "cpu", "--out", str(tmp_path / "out"))
+    vsa_command("compare-attention", "--run", str(family.trained), "--prompt", "a red circle", "--method", topk, *own)
+    methods = json.loads((tmp_path / "out" / "comparison.json").read_text())["denoising"]
+    # 16 of 48 tokens are text, which sees all; the others see it and 2 of 8 tiles of 4
+    assert {row["method"]: row["density"] for row in methods}[topk] == pytest.approx((16 * 48 + 32 * (16 + 8)) / 48**2)
+    vsa_command(
+        "sample",
+        str(family.trained),
+        "--prompt",
+        "a red circle",
+        "--steps",
+        "1",
+        "--attention",
+        *own[:3],
+        str(tmp_path / "clips"),
+    )
+    assert list((tmp_path / "clips").glob("*attention*.png"))
+    vsa_command("inspect", str(family.trained), "toy-0-00000000", *own[:3], str(tmp_path / "page"))
+    assert (tmp_path / "page" / "inspect.html").is_file()
+
+
+def test_recall_is_the_mean_of_samples_whose_texts_differ(tmp_path, monkeypatch):
+    calls = []
+
+    def measure(tensors, layout, tokens, previous):
+        calls.append((len(tensors["q"]), previous is not None))
+        return dict.fromkeys(METRICS, torch.tensor(float(len(calls) % 2)))
+
+    fixed = diagnostics.Diagnostics._fixed_samples
+
+    def of_other_lengths(self, data):
+        batch = fixed(self, data)
+        mask = batch.text_mask.clone()
+        mask[0, 3:] = False
+        return replace(batch, text_mask=mask)
+
+    monkeypatch.setattr(diagnostics, "layer_metrics", measure)
+    monkeypatch.setattr(diagnostics.Diagnostics, "_fixed_samples", of_other_lengths)
+    look = {"every_n_steps": 4, "noise_levels": "[0.5,0.9]", "layers": "[0]", "samples": 4}
+    settings = (f"callbacks.diagnostics.{name}={value}" for name, value in look.items())
+    family = Family("hunyuan", tmp_path)
+    family.train("run=whole", "callbacks=diagnostics", "data.batch_size=4", "callbacks.samples.prompts=[]", *settings)
+    # at each noise level rows with the short text, then the others
+    assert calls == [(1, False), (3, False), (1, True), (3, True)]
+    (path,) = (family.runs.folder("whole") / "diagnostics").glob("*.json")
+    assert json.loads(path.read_text())["means"]["recall"] == 0.25

@@ -17,17 +17,19 @@ from torch import Tensor
 from tests.integrations import tiny
 from tests.tiny_runs import TinyTraining
 from tests.training.distillations import DISTILL
-from vsa.attention.context import AttnContext
+from vsa.attention.context import AttnContext, recorded_index
 from vsa.attention.kept_tiles import KeptTiles
 from vsa.attention.video_sparse import VideoSparseAttention
 from vsa.checkpoints.convert import Conversion, convert
 from vsa.checkpoints.golden import attention_output, check_golden
 from vsa.checkpoints.weight_source import open_network, open_weights
+from vsa.evaluation.attention_map import denoise_once
+from vsa.evaluation.comparison.captures import Watched
 from vsa.integrations.diffusers import load_sparse
 from vsa.integrations.diffusers.families.parts import Inputs
 from vsa.integrations.diffusers.layer_block import Pass
 from vsa.integrations.diffusers.network import DiffusersNetwork
-from vsa.sampling.pipeline import generate, load_run
+from vsa.sampling.pipeline import encode_prompts, generate, load_run
 
 pytestmark = pytest.mark.filterwarnings("ignore:tiles .* are .* full")
 
@@ -178,6 +180,42 @@ CASES = {
     "cogvideox 2b": (partial(tiny.cogvideox, rope=False), at_flow_times, flow_velocity, {}),
     "cogvideox 1.5": (partial(tiny.cogvideox, 2), at_flow_times, flow_velocity, {}),
 }
+
+
+def test_layers_record_what_is_the_videos(family):
+    run = load_run(family.trained, device="cpu")
+    rows: dict[int, Any] = {}
+    recorded: dict[int, dict[str, Tensor]] = {}
+
+    def keep(layer: int, ctx: AttnContext, *tensors: Any) -> None:
+        rows[layer] = (ctx.layout, *tensors[:3])
+
+    methods, sizes = run.model.attention_layers, run.model.layout_for(LATENT).kv_blocks.sizes
+    model = run.model.with_attention(lambda layer_idx, **_: Watched(methods[layer_idx], keep))
+    text, mask = encode_prompts(run.text_encoder, ["a red circle"], "cpu", run.text_padding)
+    latents, topk = torch.randn(1, *LATENT, generator=torch.Generator().manual_seed(0)), KeptTiles.of(2)
+    denoise_once(model, latents, text, mask, sigma=0.5, topk=topk, recorder=recorded.__setitem__)
+    assert len(recorded) == len(run.model.blocks)
+    for layer, tensors in recorded.items():
+        layout, q, k, v = rows[layer]
+        ((start, stop),) = layout.video_spans
+        assert bool(layout.text_spans) == (len(q[0]) > stop - start)
+        assert {len(tensors[name][0]) for name in ("q", "k", "fine")} == {stop - start} == {int(sizes.sum())}
+        assert tensors["scores"].shape[2:] == (len(sizes), len(sizes))
+        lists = recorded_index(tensors).to_dense(len(sizes))
+        assert (lists.sum(-1) == 2).all()
+        # every token of the video sees its tiles and all of the text
+        sees = lists[0].repeat_interleave(sizes, 1).repeat_interleave(sizes, 2)
+        sees = F.pad(sees, (start, len(q[0]) - stop), value=True)
+        logits = torch.einsum("qhd,khd->hqk", q[0, start:stop].double(), k[0].double()) * q.shape[-1] ** -0.5
+
+        def attended(sees: Tensor, v=v, logits=logits) -> Tensor:
+            weights = logits.masked_fill(~sees, -torch.inf).softmax(-1)
+            return torch.einsum("hqk,khd->qhd", weights, v[0].double())
+
+        assert (tensors["fine"][0] - attended(sees)).abs().max() < 1e-5
+        # control: a tile further
+        assert (tensors["fine"][0] - attended(sees.roll(int(sizes[0]), 2))).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("name", CASES)

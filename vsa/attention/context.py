@@ -34,6 +34,36 @@ def recorded_index(tensors: Mapping[str, Tensor]) -> BlockIndex:
     )
 
 
+def of_video(tensors: Mapping[str, Tensor], layout: TileLayout) -> dict[str, Tensor]:
+    """What a layer recorded in a row of one video and texts, as from a row of the video alone.
+
+    Lists, scores and tokens are those of the video; every token attends to the texts as well.
+    """
+    ((start, stop),) = layout.video_spans
+    offsets = layout.kv_blocks.offsets.tolist()
+    first, last = offsets.index(start), offsets.index(stop)
+
+    def part(name: str, x: Tensor) -> Tensor:
+        if name == "scores":
+            return x[..., first:last] if x.shape[-1] == layout.kv_blocks.num else x
+        # others by head are of the video's tiles
+        return layout.take_video(x) if x.dim() == 4 and x.shape[1] == layout.num_tokens else x
+
+    own = {name: part(name, x) for name, x in tensors.items() if name not in INDEX}
+    if "kv_indices" in tensors:
+        lists = tensors["kv_indices"]
+        place = torch.arange(lists.shape[-1], device=lists.device)
+        kept = (place < tensors["kv_num_blocks"][..., None]) & (lists >= first) & (lists < last)
+        order = (~kept).byte().argsort(dim=-1, stable=True)
+        own["kv_indices"] = (lists - first).clamp(0, last - first - 1).gather(-1, order)
+        own["kv_num_blocks"] = kept.sum(-1, dtype=torch.int32)
+        if "mask_bits" in tensors:
+            whole = place < tensors["kv_num_full_blocks"][..., None]
+            own["kv_num_full_blocks"] = (kept & whole).sum(-1, dtype=torch.int32)
+            own |= {"mask_ids": tensors["mask_ids"].gather(-1, order), "mask_bits": tensors["mask_bits"]}
+    return own
+
+
 @dataclass(frozen=True, kw_only=True)
 class AttnContext:
     """Layout, top-k and denoising state of one forward pass for an attention layer.
@@ -151,6 +181,12 @@ class AttnContext:
             return self
         extra_tensors = {name: tensor.detach() for name, tensor in more.items()}
         return replace(self, recorder=lambda layer_idx, tensors: recorder(layer_idx, {**tensors, **extra_tensors}))
+
+    def in_row(self, layout: TileLayout, division: Division | None) -> AttnContext:
+        """The context of a row that holds this one's video and texts; its recorder still gets what is the video's."""
+        recorder = self.recorder
+        of_row = None if recorder is None else (lambda layer, tensors: recorder(layer, of_video(tensors, layout)))
+        return replace(self, layout=layout, division=division, recorder=of_row)
 
     def record(self, layer_idx: int, index: BlockIndex, **tensors: Tensor | None) -> None:
         """Pass a layer's selection and other internals to the recorder, if there is one.

@@ -205,7 +205,8 @@ class Network(nn.Module):
                 over a denoising, each sample uses the value at its own timestep.
             denoising: the current pass of a denoising, which then determines the top-k of all samples; None in
                 training.
-            recorder: recorder of the internals of the attention methods; blocks then run uncompiled.
+            recorder: recorder of the internals of the attention methods, those of the video where rows hold text too;
+                blocks then run uncompiled. Samples of other text lengths are calls of their own.
         """
         x = x_t if cond_latents is None else torch.cat((x_t, cond_latents), dim=1)
         layout = self.layout_for(x.shape[1:], x_t.device)

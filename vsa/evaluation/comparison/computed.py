@@ -6,6 +6,7 @@ B batch, L tokens in the layout's order, H heads.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 from vsa_kernels import BlockIndex
 
 from vsa.attention.base import AttentionMethod
-from vsa.attention.context import recorded_index
+from vsa.attention.context import AttnContext, recorded_index
 from vsa.attention.layout import TileLayout
 from vsa.attention.stats import density, visible_keys
 
@@ -58,6 +59,16 @@ def computed_pairs(method: AttentionMethod, layout: TileLayout, recorded: Mappin
         return sees[None, None]
 
     return Computed(share, share, rows)
+
+
+def density_of_call(
+    method: AttentionMethod, ctx: AttnContext, q: Tensor, k: Tensor, v: Tensor, extra: dict[str, Tensor]
+) -> float:
+    """Computed token pairs over all pairs of one call, made again, which neither reads nor leaves a selection."""
+    recorded: dict[str, Tensor] = {}
+    apart = replace(ctx, denoising=None, selection=None, recorder=lambda _, tensors: recorded.update(tensors))
+    method.attend_combine(q, k, v, extra, apart)
+    return computed_pairs(method, ctx.layout, recorded).density
 
 
 def of_lists(index: BlockIndex, layout: TileLayout) -> Computed:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -26,7 +25,7 @@ from vsa.diffusion.flow_matching import TIMESTEP_SCALE, add_noise, noise_like
 from vsa.diffusion.latent_statistics import LatentStatistics
 from vsa.evaluation.comparison.agreement import Sampled
 from vsa.evaluation.comparison.captures import Keep, Watched
-from vsa.evaluation.comparison.computed import computed_pairs
+from vsa.evaluation.comparison.computed import density_of_call
 from vsa.evaluation.comparison.methods import Method
 from vsa.evaluation.comparison.model import ComparedModel
 from vsa.evaluation.comparison.settings import CompareSettings
@@ -210,11 +209,8 @@ class _Densities:
         self.calls.append(self._known[key])
 
     def _measure(self, method: AttentionMethod, ctx: AttnContext, q, k, v, extra: dict[str, Tensor]) -> float:
-        begin, recorded = seconds_now(q.device), {}
-        # a call of its own, which neither reads nor leaves a selection
-        apart = replace(ctx, denoising=None, selection=None, recorder=lambda _, tensors: recorded.update(tensors))
-        method.attend_combine(q, k, v, extra, apart)
-        density = computed_pairs(method, ctx.layout, recorded).density
+        begin = seconds_now(q.device)
+        density = density_of_call(method, ctx, q, k, v, extra)
         self.seconds += seconds_now(q.device) - begin
         return density
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vsa.attention.context import AttnContext
 from vsa.attention.denoising import DenoisingPlan, progress_of
 from vsa.attention.kept_tiles import KeptTiles
 from vsa.attention.sparsity import ConstantSparsity
@@ -18,7 +19,7 @@ from vsa.checkpoints.weight_source import is_run
 from vsa.evaluation.attention_map import denoise_once
 from vsa.evaluation.comparison.agreement import Sampled
 from vsa.evaluation.comparison.captures import Keep, Watched
-from vsa.evaluation.comparison.computed import computed_pairs
+from vsa.evaluation.comparison.computed import density_of_call
 from vsa.evaluation.comparison.methods import AS_TRAINED, Method
 from vsa.evaluation.comparison.model import ComparedModel
 from vsa.evaluation.comparison.settings import CompareSettings
@@ -134,12 +135,12 @@ class RunModel(ComparedModel):
 
     def _densities(self, model: Network, prompt: str, settings: SampleSettings) -> list[float]:
         """Density of each layer in a forward on the clip of the dense run at half noise, without a plan."""
-        recorded: dict[int, dict[str, Tensor]] = {}
-        text, mask = encode_prompts(self.run.text_encoder, [prompt], self.run.device, settings.text_padding)
-        denoise_once(
-            model, self._clean, text, mask,
-            sigma=0.5, topk=settings.topk, recorder=recorded.__setitem__, seed=settings.seed,
-        )  # fmt: skip
-        layout = model.layout_for(settings.latent_shape, self.run.device)
-        methods = model.attention_layers
-        return [computed_pairs(method, layout, recorded.get(i)).density for i, method in enumerate(methods)]
+        methods, densities = model.attention_layers, dict[int, float]()
+
+        def keep(layer: int, ctx: AttnContext, q: Tensor, k: Tensor, v: Tensor, extra: dict[str, Tensor]) -> None:
+            densities[layer] = density_of_call(methods[layer], ctx, q, k, v, extra)
+
+        watched = model.with_attention(lambda layer_idx, **_: Watched(methods[layer_idx], keep))
+        text, mask = encode_prompts(self.run.text_encoder, [prompt], self.run.device, self.run.text_padding)
+        denoise_once(watched, self._clean, text, mask, sigma=0.5, topk=settings.topk, seed=settings.seed)
+        return [densities[layer] for layer in range(self.num_layers)]

@@ -219,7 +219,7 @@ class DiffusersNetwork(Network):
             words = Segment((1, 1, length), kind="text")
             segments = (words, video) if self.family.text == "first" else (video, words)
             layout = method.layout(segments, ctx.layout.device)
-            return replace(ctx, layout=layout, division=ctx.division and self.division_of(layout))
+            return ctx.in_row(layout, ctx.division and self.division_of(layout))
 
         return joint_groups(ctx, row, mask, text)
 

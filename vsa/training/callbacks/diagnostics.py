@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -148,23 +149,26 @@ class Diagnostics(L.Callback):
         noise = noise_like(latents, batch.seeds, batch.noise)
         layout = pl_module.model.layout_for(latents.shape[1:], latents.device)
         tokens = stats.sample_tokens(layout.num_tokens, self.queries, seed=self.seed)
-        selections: dict[int, BlockIndex] = {}
+        selections: dict[tuple[int, int], BlockIndex] = {}
         columns = []
         for noise_level, kept in zip(self.noise_levels, self._kept(topk), strict=True):
-            column: dict[int, dict[str, Tensor]] = {}
+            # by layer, the samples and the metrics of each call
+            column: dict[int, list[tuple[int, dict[str, Tensor]]]] = defaultdict(list)
 
             def recorder(layer: int, tensors: dict[str, Tensor], column=column) -> None:
                 if "kv_indices" in tensors and (self.layers is None or layer in self.layers):
+                    call = layer, len(column[layer])
                     # computed immediately, since a layer's tensors are freed when the next layer runs
-                    column[layer] = layer_metrics(tensors, layout, tokens, selections.get(layer))
-                    selections[layer] = recorded_index(tensors)
+                    metrics = layer_metrics(tensors, layout, tokens, selections.get(call))
+                    column[layer].append((len(tensors["q"]), metrics))
+                    selections[call] = recorded_index(tensors)
 
             level = torch.full((len(latents),), noise_level, device=latents.device)
             x_t = add_noise(latents, noise, level)
             pl_module.model(x_t, to_timestep(level), **batch.conditions, topk=kept, recorder=recorder)
             columns.append(column)
-        layers = sorted(selections)
-        values = [column[layer][name] for name in METRICS for layer in layers for column in columns]
+        layers = sorted({layer for layer, _ in selections})
+        values = [_mean(column[layer], name) for name in METRICS for layer in layers for column in columns]
         shape = (len(METRICS), len(layers), len(columns))
         return layers, torch.stack(values).view(shape) if values else torch.empty(shape)
 
@@ -193,3 +197,9 @@ class Diagnostics(L.Callback):
         with atomic_file(path.with_suffix(".json")) as temporary:
             temporary.write_text(json.dumps(whole, indent=1), encoding="utf-8")
         log_picture(trainer.loggers, "diagnostics", path, record["step"])
+
+
+def _mean(calls: Sequence[tuple[int, Mapping[str, Tensor]]], name: str) -> Tensor:
+    """Mean over the samples of all calls."""
+    samples = sum(count for count, _ in calls)
+    return torch.stack([metrics[name] * (count / samples) for count, metrics in calls]).sum(0)
