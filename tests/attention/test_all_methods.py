@@ -11,10 +11,12 @@ from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
 from tests.attention.test_configs import CONFIGS
-from vsa.attention.context import AttnContext
+from vsa.attention.context import AttnContext, of_video, recorded_index
 from vsa.attention.kept_tiles import KeptTiles
 from vsa.attention.layout import Segment
 from vsa.attention.staged import StagedAttention
+from vsa.attention.stats import visible_keys
+from vsa.evaluation.inspection.metrics import layer_metrics
 from vsa.integrations.diffusers.ungated import UngatedVideoSparse
 
 GRID = (4, 3, 6)
@@ -193,3 +195,29 @@ def test_query_heads_may_share_a_kv_head(name, options):
     torch.testing.assert_close(shared, repeated)
     # control: heads of their own are others
     assert not torch.allclose(shared, run(method, inputs())[0])
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["text first", "video first"])
+@pytest.mark.parametrize(("name", "options"), ALL)
+def test_records_of_the_video_see_what_the_row_does(name, options, first):
+    method = make(name, options)
+    video, text = Segment(GRID), Segment((1, 1, 7), kind="text")
+    try:
+        layout = method.layout([text, video] if first else [video, text], "cpu")
+        generator, seen = torch.Generator().manual_seed(4), {}
+        q, k, v = (torch.randn(1, TOKENS + 7, 2, 8, generator=generator) for _ in range(3))
+        hidden = torch.randn(1, TOKENS + 7, SIZES["dim"], generator=generator)
+        ctx = AttnContext(layout=layout, topk=KeptTiles.of(2), recorder=lambda _, tensors: seen.update(tensors))
+        method(q, k, v, method.project(hidden), ctx)
+    except ValueError as refusal:
+        if "takes rows of one video, got [" in str(refusal):
+            return
+        raise
+    ((start, stop),), alone, found = layout.video_spans, method.layout([video], "cpu"), of_video(seen, layout)
+    if "kv_indices" not in seen:
+        return
+    tokens = torch.arange(TOKENS)
+    row = visible_keys(recorded_index(seen), tokens, layout.video_blocks, layout.kv_blocks)
+    assert torch.equal(row[..., start:stop], visible_keys(recorded_index(found), tokens, alone.blocks, alone.kv_blocks))
+    assert torch.equal(found["q"], q[:, start:stop])
+    assert layer_metrics(found, alone, tokens, recorded_index(found))["recall"].isfinite()
