@@ -66,7 +66,7 @@ class Leg:
 def _times(sweep: str, *settings: str) -> Leg:
     """Step times of the variants of a sweep, each alone."""
     return Leg(
-        sweep=sweep, settings=(*PROFILE, *settings), seeds=(9,), minutes=0.7, own_rate=False, alone=True, scored=False
+        sweep=sweep, settings=(*PROFILE, *settings), seeds=(9,), minutes=0.9, own_rate=False, alone=True, scored=False
     )
 
 
@@ -74,21 +74,21 @@ LEGS = {
     "rates": Leg(sweep="race", settings=("flop_budget=5e15",), seeds=(9,), minutes=0.5, rates=RATES, scored=False),
     "times": _times("race"),
     "times_long": _times("race_long", *LONG),
-    "scratch": Leg(sweep="race", settings=(FROM_SCRATCH, POINTS), seeds=(0, 1, 2), minutes=1.8),
+    "scratch": Leg(sweep="race", settings=(FROM_SCRATCH, POINTS), seeds=(0, 1, 2), minutes=1.4),
     "second": Leg(
-        sweep="race", settings=("flop_budget=5e16", POINTS), seeds=(0, 1, 2, 3, 4), minutes=4.2, best_of="scratch"
+        sweep="race", settings=("flop_budget=5e16", POINTS), seeds=(0, 1, 2, 3, 4), minutes=3.2, best_of="scratch"
     ),
     "long": Leg(
         sweep="race_long",
         settings=("flop_budget=5e16", *LONG, POINTS),
         seeds=(0, 1),
-        minutes=4.2,
+        minutes=3.3,
     ),
     "finetune": Leg(
         sweep="race_finetune",
         settings=("flop_budget=1e16", "task=finetune", "start=dense", "optim.lr=5e-4", POINTS),
         seeds=(0, 1, 2),
-        minutes=1.2,
+        minutes=1.0,
         own_rate=False,
     ),
 }
