@@ -64,6 +64,7 @@ class Network(nn.Module):
         after_attention: names, in a block, of what acts after self-attention, `attention_output` included.
         after_cross_attention: names, in a block, of the linear layers that level `attention` does not compute again.
         adapted_layers: endings of the names of the linear layers that LoRA adapts by default.
+        text_in_rows: whether the rows of self-attention hold text beside the video.
         takes_text_mask: whether `text_mask` may hide the padding of a text.
         takes_token_times: whether tokens of a sample may have different timesteps.
         gates_in: beginning of the names, in a block, of the modules of its method, as "attn.".
@@ -91,6 +92,7 @@ class Network(nn.Module):
     after_attention: tuple[str, ...]
     after_cross_attention: tuple[str, ...]
     adapted_layers: tuple[str, ...]
+    text_in_rows: bool = False
     takes_text_mask: bool = True
     takes_token_times: bool = True
     gates_in: str = ""

@@ -69,3 +69,15 @@ def test_paper_shapes_have_published_blocks_and_windows(grid):
     assert tile == sliding.config["stride_thw"] == [4, 4, 4]
     assert all(side // 4 % 2 == 1 and side % 4 == 0 for side in window)
     assert 0.05 < math.prod(window) / math.prod(grid) < 0.1
+
+
+def test_rows_with_text_leave_out_what_takes_none():
+    methods, notes = usual_on((4, 8, 8), text_in_rows=True)
+    assert methods
+    assert all(method.make(**LAYER).takes_text for method in methods)
+    others = {method.label for method in usual_on((4, 8, 8))[0]} - {method.label for method in methods}
+    start, _, named = notes[-1].partition(": ")
+    assert start == "left out, since they take rows of one video and these hold text"
+    assert others <= set(named.split(", "))
+    assert "spatial_temporal" in others
+    assert "video_sparse" not in others

@@ -70,6 +70,7 @@ class ClassPipelineModel(PipelineModel):
         self.pipe, self.source, self.grid_thw = pipe.to(device), source, grid
         self.shape = (family.parts.sizes(model.config).out_channels, *latents)
         self.num_layers, self._arguments = len(family.blocks(model)), {}
+        self.text_in_rows = family.text != "none"
         if export is not None:
             self.sparse = {FIRST: str(folder)}
             self.attention, self.own = {"method": export.method}, [as_trained(export)]

@@ -81,10 +81,11 @@ def compare_attention(asked: CompareSettings) -> Path:
     if model is None:
         captures = _given_captures(asked, device)
         grid = captures.items[0].grid_thw
+        text = any(item.before or item.after for item in captures.items)
     else:
-        grid = model.grid_thw
+        grid, text = model.grid_thw, model.text_in_rows
     if not asked.methods:
-        methods, notes = usual_on(grid, asked.sparsities, tile)
+        methods, notes = usual_on(grid, asked.sparsities, tile, text_in_rows=text)
     plan = DenoisingPlan() if model is None else model.prepare(methods, asked)
     if model is not None and asked.clips is not None:
         captures = capture_clips(model, clip_names(asked.clips, asked.most_clips), asked)

@@ -27,6 +27,7 @@ class ComparedModel(ABC):
         tile_thw: tokens per tile of its own method; None: it has no tiles.
         attention: config of its own method, if it is known and not dense.
         own: the model as it was trained, as a further method of denoising runs; empty for dense models.
+        text_in_rows: whether rows of tokens hold text beside the video.
     """
 
     source: str
@@ -35,6 +36,7 @@ class ComparedModel(ABC):
     tile_thw: Grid | None = None
     attention: Mapping[str, Any] | None = None
     own: Sequence[Method] = ()
+    text_in_rows: bool = False
 
     @abstractmethod
     def open_clip(self, name: str) -> Clip:

@@ -48,6 +48,7 @@ class RunModel(ComparedModel):
 
     def __init__(self, run: SamplingPipeline):
         self.run, self.source, self.num_layers = run, run.source, len(run.model.blocks)
+        self.text_in_rows = run.model.text_in_rows
         layout = run.model.layout_for(run.settings().latent_shape)
         self.grid_thw, self.tile_thw = layout.segments[0].grid_thw, layout.tile_thw
         if not run.model.is_dense:

@@ -51,21 +51,31 @@ def usual_methods(grid: Grid, sparsities: Sequence[float] = SPARSITIES, tile_thw
 
 
 def usual_on(
-    grid: Grid, sparsities: Sequence[float] = SPARSITIES, tile_thw: Grid = (4, 4, 4)
+    grid: Grid,
+    sparsities: Sequence[float] = SPARSITIES,
+    tile_thw: Grid = (4, 4, 4),
+    *,
+    text_in_rows: bool = False,
 ) -> tuple[list[Method], list[str]]:
-    """The `usual_methods` that differ on a grid, and a note on those that compute all pairs or repeat a row."""
+    """The `usual_methods` that suit the rows and differ on a grid, and notes on the others."""
     methods: list[Method] = []
+    textless: list[str] = []
     missing: dict[str, list[str]] = {}
     budgets: set[tuple[str, int]] = set()
     for method in parse_methods(usual_methods(grid, sparsities, tile_thw), tile_thw=tile_thw):
-        if method.family != "full" and _is_dense_or_seen(method, grid, budgets):
+        if text_in_rows and not _layer(method, 0).takes_text:
+            textless.append(method.label)
+        elif method.family != "full" and _is_dense_or_seen(method, grid, budgets):
             budget = "" if method.sparsity is None else f"sparsity={method.sparsity:g}"
             missing.setdefault(budget, []).append(method.label)
         else:
             methods.append(method)
     words = [*missing.pop("", []), *(f"{len(labels)} rows of {budget}" for budget, labels in missing.items())]
     where = f"left out on {'x'.join(map(str, grid))}, where they compute all pairs or as many tiles as another row"
-    return methods, [f"{where}: {', '.join(words)}"] if words else []
+    notes = [f"{where}: {', '.join(words)}"] if words else []
+    if textless:
+        notes.append(f"left out, since they take rows of one video and these hold text: {', '.join(textless)}")
+    return methods, notes
 
 
 def _is_dense_or_seen(method: Method, grid: Grid, budgets: set[tuple[str, int]]) -> bool:

@@ -62,6 +62,7 @@ class DiffusersNetwork(Network):
             known = ", ".join(name for name, other in FAMILIES.items() if other.parts is not None)
             raise ValueError(f"class_name must be a class that can be trained ({known}), got {class_name}")
         self.family, self.parts = family, family.parts
+        self.text_in_rows = family.text != "none"
         self.one_pass = not self.parts.packed
         own = self.parts.constants or {}
         if unknown := sorted(set(constants or {}) - set(own)):
@@ -95,7 +96,7 @@ class DiffusersNetwork(Network):
         shared: dict[str, Any] = {"family": family, "parts": self.parts, "current": self.current, "layers": len(blocks)}
         for layer, block in enumerate(blocks):
             method = attention(**sizes, layer_idx=layer)
-            if family.text != "none" and not method.takes_text:
+            if self.text_in_rows and not method.takes_text:
                 name = type(method).__name__
                 raise ValueError(f"{name} takes rows of one video, but {class_name} has text in its rows")
             as_layer(block, method, **shared, layer=layer)
