@@ -135,8 +135,9 @@ class Case:
 
 
 def cases(gpus: int) -> list[Case]:
-    """The runs on a machine, for each model and number of samples the one on the fewest GPUs first."""
-    counts = [2**i for i in range(gpus.bit_length()) if 2**i <= gpus]
+    """The runs on a machine's largest power of two of GPUs, of equal samples the one on the fewest first."""
+    counts = [2**i for i in range(gpus.bit_length())]
+    gpus = counts[-1]
     copies = [2] if gpus >= 4 else []
     small, several = MODELS["120m"].micro * gpus, counts[1:]
     all_cases = [
@@ -146,7 +147,7 @@ def cases(gpus: int) -> list[Case]:
         *(Case(model="wan_1_3b", samples=1, gpus=count, sequence=count) for count in counts),
         *(Case(model="wan_1_3b", samples=gpus, gpus=gpus, copies=n) for n in (1, *copies)),
         *(Case(model="wan_1_3b", samples=gpus, gpus=gpus, sequence=n) for n in several),
-        Case(model="wan_14b", samples=1, gpus=gpus, sequence=gpus, layers=LAYERS_14B[counts[-1]]),
+        Case(model="wan_14b", samples=1, gpus=gpus, sequence=gpus, layers=LAYERS_14B[min(gpus, 8)]),
     ]
     return list(dict.fromkeys(all_cases))
 

@@ -21,11 +21,11 @@ def rows(out: Path) -> list[dict[str, str]]:
     return [dict(zip(heads, cells, strict=True)) for cells in lines]
 
 
-@pytest.mark.parametrize("gpus", [1, 2, 4, 8])
+@pytest.mark.parametrize("gpus", [1, 2, 3, 4, 8, 16])
 def test_cases_of_a_group_compute_the_same_samples(gpus):
     found = cases(gpus)
     assert len({case.name for case in found}) == len(found)
-    assert {case.sequence for case in found if case.model == "120m"} == {n for n in (1, 2, 4, 8) if n <= gpus}
+    assert {case.sequence for case in found if case.model == "120m"} == {n for n in (1, 2, 4, 8, 16) if n <= gpus}
     for case in found:
         own = dict(setting.split("=", 1) for setting in case.settings(Path("out")))
         dims = ParallelDims(replicate=case.copies, shard=case.gpus // case.copies, sequence=case.sequence)
