@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -43,3 +46,12 @@ def test_the_cost_of_log_lines_is_a_mean_over_settled_steps(tmp_path):
     (tmp_path / "metrics.csv").write_text("\n".join((*rows[:2], "")))
     with pytest.raises(ValueError, match="has no log line after step 20"):
         mean_step_seconds(tmp_path)
+
+
+def test_every_part_of_the_steps_runs_once():
+    script = Path(__file__).parents[2] / "scripts" / "gpu_step.sh"
+    printed = subprocess.run([script, "--dry-run"], capture_output=True, text=True, check=True, timeout=30).stdout
+    names = Counter(re.findall(r"^\+ \[\d+ s\] ([^:]+):", printed, re.MULTILINE))
+    # random latents are drawn where they are missing, and a dry run draws none
+    assert {name for name, count in names.items() if count > 1} <= {"shards-latents-120m", "shards-latents-wan"}
+    assert {"residual_norm", "profile-wan", "start-warm", "pair"} <= set(names)
