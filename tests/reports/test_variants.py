@@ -139,6 +139,17 @@ def test_variants_are_told_apart_whatever_their_folders_are_called(tmp_path):
     assert len(variants_in(tmp_path)) == 3
 
 
+def test_a_start_of_each_seed_is_no_setting(tmp_path):
+    for name, start, seed in (("a", "long", 1), ("a", "long", 10), ("b", "short", 1), ("b", "short", 10)):
+        write_run(tmp_path / f"{name}-seed{seed}", seed=seed, init_from=f"starts/{start}-seed{seed}")
+    assert variants_in(tmp_path) == {"a": ["a-seed1", "a-seed10"], "b": ["b-seed1", "b-seed10"]}
+    variants = group(find_runs([tmp_path])[1])
+    assert {variant.values["init_from"] for variant in variants} == {"starts/long", "starts/short"}
+    # a start of another seed is one
+    write_run(tmp_path / "a-seed2", seed=2, init_from="starts/long-seed1")
+    assert len(variants_in(tmp_path)) == 3
+
+
 def test_steps_that_a_budget_decides_are_no_setting(tmp_path):
     lengths = {"a-seed0": (0, 40), "a-seed1": (1, 44)}
     for name, (seed, steps) in lengths.items():

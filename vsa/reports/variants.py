@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -129,7 +130,7 @@ def group(runs: Sequence[Run]) -> list[Variant]:
     columns = _columns([members for members, _ in best_families], keys)
     names = _names([members for members, _ in best_families], columns)
     variants = [
-        Variant(name=name, values={key: members[0].settings.get(key, _UNSET) for key in columns}, runs=members, tried=t)
+        Variant(name=name, values={key: _value(members[0], key) for key in columns}, runs=members, tried=t)
         for name, (members, t) in zip(names, best_families, strict=True)
     ]
     variants.sort(key=lambda variant: (variant.loss is None, variant.loss or 0.0, variant.name))
@@ -143,7 +144,7 @@ def _own_settings(runs: Sequence[Run]) -> list[str]:
     dropped |= {key for key in everything if key.endswith("seed") and _copies(runs, key, "seed")}
     if any(run.settings.get(budget) is not None for run in runs for budget in _BUDGETS):
         dropped |= {key for key in everything if _copies(runs, key, _STEPS)}
-    return [k for k in everything if k not in dropped and len({run.settings.get(k, _UNSET) for run in runs}) > 1]
+    return [k for k in everything if k not in dropped and len({_value(run, k) for run in runs}) > 1]
 
 
 def _copies(runs: Sequence[Run], key: str, of: str) -> bool:
@@ -151,9 +152,15 @@ def _copies(runs: Sequence[Run], key: str, of: str) -> bool:
     return all(run.settings[key] == run.settings.get(of) for run in runs if key in run.settings)
 
 
+def _value(run: Run, key: str) -> Any:
+    """A setting, `unset` if a run has none; a path that names the run's own seed, as its start may, without it."""
+    value = run.settings.get(key, _UNSET)
+    return re.sub(rf"[-_]?seed[-_=]?{run.seed}(?!\d)", "", value) if isinstance(value, str) else value
+
+
 def _key(run: Run, keys: Sequence[str]) -> tuple[Any, ...]:
     # a run without a config is identified by its name
-    return tuple(run.settings.get(key, _UNSET) for key in keys) if run.settings else (short_name(run), run.distilled)
+    return tuple(_value(run, key) for key in keys) if run.settings else (short_name(run), run.distilled)
 
 
 def _by(runs: Sequence[Run], key: Any) -> list[list[Run]]:
@@ -198,7 +205,7 @@ def _columns(members: Sequence[Sequence[Run]], keys: Sequence[str]) -> list[str]
     """Settings that differ between variants; of several that separate them in the same way, the shortest key."""
     key_by_pattern: dict[tuple[int, ...], str] = {}
     for key in keys:
-        values = [runs[0].settings.get(key, _UNSET) for runs in members]
+        values = [_value(runs[0], key) for runs in members]
         # equal for settings that separate the variants in the same way
         pattern = tuple(values.index(value) for value in values)
         if len(set(pattern)) > 1 and (pattern not in key_by_pattern or _rank(key) < _rank(key_by_pattern[pattern])):
@@ -217,7 +224,7 @@ def _names(members: Sequence[Sequence[Run]], columns: Sequence[str]) -> list[str
     from_folders = [short_name(runs[0])[len(inside) :].strip("/") for runs in members]
     alike = all(len({short_name(run) for run in runs}) == 1 for runs in members)
     from_settings = [
-        ", ".join(f"{key.rpartition('.')[2]}={shown(runs[0].settings.get(key, _UNSET))}" for key in columns)
+        ", ".join(f"{key.rpartition('.')[2]}={shown(_value(runs[0], key))}" for key in columns)
         for runs in members
     ]
     for names, usable in ((from_folders, alike), (from_settings, all(from_settings))):
