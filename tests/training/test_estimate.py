@@ -430,8 +430,29 @@ def test_a_run_says_what_it_takes_and_a_dry_run_stops_there(training, monkeypatc
     training("trainer.max_steps=1")
     line, warning = [text for text in caplog.messages if "estimate" in text]
     assert line.startswith("estimate: 0.8 of 0.5 GiB of each H200")
-    assert "GPU-hours for 1 steps" in line
+    assert "GPU-hours for 1 step" in line
     assert warning.startswith("warning: by the estimate it needs 0.8 GiB")
+
+
+def test_the_steps_of_a_budget_are_those_of_the_run(training, monkeypatch, capsys, caplog):
+    """An annealed run has fewer steps than its budget is worth at the last sparsity."""
+    _here(monkeypatch, 20.0)
+    annealed = (
+        *("sparsity=linear", "sparsity.topk=1", "~sparsity.sparsity", "sparsity.dense_steps=0"),
+        "sparsity.total_steps=${trainer.max_steps}",
+    )
+    training("run=known", *annealed, "trainer.max_steps=12")
+    last = [float(row["throughput/flops_total"]) for row in training.metrics("known").values()][-2:]
+    budget = f"flop_budget={last[-1] * 1.03}"
+    assert round(last[-1] * 1.03 / (last[-1] - last[-2])) > 12
+    caplog.set_level("INFO")
+    caplog.clear()
+    assert training(*annealed, budget).max_steps == 12
+    (line,) = [text for text in caplog.messages if text.startswith("estimate")]
+    assert line.endswith("GPU-hours for 12 steps")
+    capsys.readouterr()
+    training("run=dry", *annealed, budget, "dry_run=true")
+    assert "the run: 12 steps, " in capsys.readouterr().out
 
 
 def test_a_sweep_refuses_a_dry_run():

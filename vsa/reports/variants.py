@@ -224,8 +224,7 @@ def _names(members: Sequence[Sequence[Run]], columns: Sequence[str]) -> list[str
     from_folders = [short_name(runs[0])[len(inside) :].strip("/") for runs in members]
     alike = all(len({short_name(run) for run in runs}) == 1 for runs in members)
     from_settings = [
-        ", ".join(f"{key.rpartition('.')[2]}={shown(_value(runs[0], key))}" for key in columns)
-        for runs in members
+        ", ".join(f"{key.rpartition('.')[2]}={shown(_value(runs[0], key))}" for key in columns) for runs in members
     ]
     for names, usable in ((from_folders, alike), (from_settings, all(from_settings))):
         if usable and len(set(names)) == len(names):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
@@ -32,12 +32,20 @@ def budget_of(cfg: Any) -> str | None:
     return names[0] if names else None
 
 
-def steps_of_budget(cfg: Any, datamodule: Any, step_seconds: Callable[[int], float] | None) -> int:
+def steps_of_budget(
+    cfg: Any,
+    shapes: Mapping[tuple[int, ...], int],
+    text: int,
+    image: int,
+    step_seconds: Callable[[int], float] | None = None,
+) -> int:
     """Optimizer steps for the budget of a run; `trainer.max_steps` without a budget.
 
     Args:
         cfg: config of the run.
-        datamodule: data module with prepared data.
+        shapes: number of samples by latent shape `[C, T, H, W]`.
+        text: tokens of a caption.
+        image: tokens of a first frame.
         step_seconds: function that measures the time of a training step at the sparsity of an optimizer step; None:
             keep `trainer.max_steps` for a budget of seconds.
 
@@ -47,9 +55,7 @@ def steps_of_budget(cfg: Any, datamodule: Any, step_seconds: Callable[[int], flo
     name = budget_of(cfg)
     if name is None:
         return cfg.trainer.max_steps
-    datamodule.prepare_data()
-    datamodule.setup("fit")
-    budget, work = cfg[name], _Work(cfg, datamodule)
+    budget, work = cfg[name], _Work(cfg, shapes, text, image)
     if name == "sample_token_budget":
         each = work.tokens
         steps = max(1, round(budget / each))
@@ -96,17 +102,17 @@ class _Work:
 
     Args:
         cfg: config of the run.
-        datamodule: data module after `setup`.
+        shapes: number of samples by latent shape.
+        text: tokens of a caption.
+        image: tokens of a first frame.
     """
 
-    def __init__(self, cfg: Any, datamodule: Any):
-        self._cfg, shapes = cfg, datamodule.buckets
+    def __init__(self, cfg: Any, shapes: Mapping[tuple[int, ...], int], text: int, image: int):
+        self._cfg, self._text, self._image = cfg, text, image
         with without_memory():
             self._model = model_factory(cfg)()
-        self._text, image = datamodule.text_encoder.max_tokens, datamodule.image_encoder
-        self._image = 0 if image is None else image.tokens
         self._tiles = {shape: self._model.layout_for(shape).num_video_tiles for shape in shapes}
-        self._share = {shape: datamodule.batch_size * count / sum(shapes.values()) for shape, count in shapes.items()}
+        self._share = {shape: cfg.data.batch_size * count / sum(shapes.values()) for shape, count in shapes.items()}
         self._flops = cache(self._count)
 
     @property

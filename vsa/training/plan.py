@@ -10,6 +10,7 @@ from typing import Any
 from vsa.config import build, build_task, check_settings, check_targets, resolved
 from vsa.data.parallel_dims import ParallelDims
 from vsa.data.sample_store import follow_codec
+from vsa.training.budgets import steps_of_budget
 from vsa.training.estimate.gpus import GIB, GPUS, MEASURED_BY, Gpu, how_to_measure, known_gpu
 from vsa.training.estimate.run import estimate_of, full_lines, with_dense_attention
 from vsa.training.model_sizes import fill_model
@@ -36,8 +37,11 @@ def plan(cfg: Any, *, gpu: str, gib: float | None, grid: Grid | None) -> None:
     check_settings(cfg)
     kind = gpu_of(gpu, gib)
     module = build_task(cfg)
-    shapes = _shapes(cfg, module, grid)
+    shapes, image = _samples(cfg, module, grid)
     text = resolved(cfg.data.text_encoder)["max_tokens"]
+    # schedules that end with the run depend on this setting
+    cfg.trainer.max_steps = steps_of_budget(cfg, shapes, text, image)
+    module = build_task(cfg)
     dims = ParallelDims.of_settings(cfg.trainer.strategy, _ranks(cfg.trainer), module.parallel.sequence)
     if dims.sequence > 1:
         for network in module.planned_networks():
@@ -72,20 +76,21 @@ def _ranks(trainer: Any) -> int:
     return count * trainer.get("num_nodes", 1)
 
 
-def _shapes(cfg: Any, module: Any, grid: Sequence[int] | None) -> dict[tuple[int, ...], int]:
-    """Number of samples by latent shape."""
+def _samples(cfg: Any, module: Any, grid: Sequence[int] | None) -> tuple[dict[tuple[int, ...], int], int]:
+    """Number of samples by latent shape, and tokens of their first frames."""
     if grid is not None:
         if min(grid) < 1:
             raise ValueError(f"--grid {' '.join(map(str, grid))}: expected token counts above 0")
         model = module.planned_networks()[0].model
-        return {(model.in_channels, *(n * p for n, p in zip(grid, model.patch_size, strict=True))): 1}
+        return {(model.in_channels, *(n * p for n, p in zip(grid, model.patch_size, strict=True))): 1}, 0
     try:
         follow_codec(cfg.data)
         datamodule = build(cfg.data)
         datamodule.setup("fit")
     except (OSError, ValueError) as error:
         raise ValueError(f"{error}; without data give the tokens of a sample: --grid T H W") from error
-    return datamodule.buckets
+    image = datamodule.image_encoder
+    return datamodule.buckets, 0 if image is None else image.tokens
 
 
 def planning(gpu: str, gib: float | None, grid: Grid | None) -> Any:

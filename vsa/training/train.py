@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -104,6 +104,7 @@ def _dry_run(cfg: DictConfig) -> None:
     if gpu is None:
         rank_zero_info("the run can start; no estimate for a CPU: vsa plan --gpu KIND makes one")
         return
+    cfg.trainer.max_steps = _steps_of_budget(cfg, datamodule)
     module = build_task(cfg)
     text = datamodule.text_encoder.max_tokens
     estimate = estimate_of(cfg, module, datamodule.buckets, text, gpu, dims=_dims(cfg.trainer, module))
@@ -143,7 +144,7 @@ def check_run(cfg: DictConfig, opened: dict[str, Any]) -> None:
     datamodule.prepare_data()
     datamodule.setup("fit")
     opened[key] = datamodule
-    cfg.trainer.max_steps = steps_of_budget(cfg, datamodule, None)
+    cfg.trainer.max_steps = _steps_of_budget(cfg, datamodule)
     _task(cfg, datamodule, is_set_up=True)
 
 
@@ -291,7 +292,17 @@ def _max_steps(cfg: DictConfig, datamodule: Any, resume: Checkpoint | None) -> i
         if flops >= cfg.flop_budget and resume.step % cfg.trainer.log_every_n_steps == 0:
             # the log line at which `Throughput` ended the run
             return resume.step
-    return steps_of_budget(cfg, datamodule, lambda step: _step_seconds(cfg, step))
+    return _steps_of_budget(cfg, datamodule, lambda step: _step_seconds(cfg, step))
+
+
+def _steps_of_budget(cfg: DictConfig, data: Any, step_seconds: Callable[[int], float] | None = None) -> int:
+    if budget_of(cfg) is None:
+        return cfg.trainer.max_steps
+    data.prepare_data()
+    data.setup("fit")
+    image = data.image_encoder
+    tokens = 0 if image is None else image.tokens
+    return steps_of_budget(cfg, data.buckets, data.text_encoder.max_tokens, tokens, step_seconds)
 
 
 def _step_seconds(cfg: DictConfig, step: int) -> float:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -217,7 +216,9 @@ def short_lines(estimate: Estimate) -> list[str]:
     if estimate.timed:
         line += f", {sum(estimate.seconds().values()):.3g} s a step"
         if estimate.steps > 0:
-            line += f", {estimate.run_seconds() / 3600 * job.dims.ranks:.3g} GPU-hours for {estimate.steps} steps"
+            line += (
+                f", {estimate.run_seconds() / 3600 * job.dims.ranks:.3g} GPU-hours for {_count(estimate.steps, 'step')}"
+            )
     refusal = estimate.refusal()
     return [line] if refusal is None else [line, f"warning: by the estimate {refusal}"]
 
@@ -274,7 +275,10 @@ def full_lines(name: str, estimate: Estimate, dense: Callable[[Job], Job] | None
     lines += ["", *_levels(estimate)]
     if estimate.timed and estimate.steps > 0:
         hours = estimate.run_seconds() / 3600
-        lines += ["", f"the run: {estimate.steps} steps, {hours:.3g} hours, {hours * job.dims.ranks:.3g} GPU-hours"]
+        lines += [
+            "",
+            f"the run: {_count(estimate.steps, 'step')}, {hours:.3g} hours, {hours * job.dims.ranks:.3g} GPU-hours",
+        ]
     return lines
 
 
@@ -322,30 +326,13 @@ def with_dense_attention(module: Any) -> Callable[[Job], Job] | None:
     return lambda job: replace(job, networks=(dense, *others))
 
 
-def _steps_of(cfg: Any, jobs: Callable[[int], Sequence[tuple[float, Job]]]) -> int:
-    """Optimizer steps of a run, for a budget of tokens or FLOPs from the cost of the last step; negative: unknown."""
-    budget = budget_of(cfg)
-    if budget is None:
-        return cfg.trainer.max_steps
-    if budget == "second_budget":
-        return -1
-    each = 0.0
-    for share, job in jobs(max(0, cfg.trainer.max_steps - 1)):
-        network = job.networks[0]
-        one = network.model.layout_for(job.latent_shape).num_tokens
-        if budget == "flop_budget":
-            one = network.model.flops(job.latent_shape, job.topk if network.model.selects else None, job.text).executed
-        each += share * job.samples * one
-    return max(1, math.floor(cfg[budget] / each))
-
-
 def estimate_of(
     cfg: Any, module: Any, shapes: Mapping[Shape, int], text: int, gpu: Gpu, *, dims: ParallelDims
 ) -> Estimate:
     """The estimate of a run, under `auto` at the least recomputation that leaves the margin, or else at full.
 
     Args:
-        cfg: config of the run.
+        cfg: config of the run, with the steps of its budget; those of a budget of seconds are measured later.
         module: its training module.
         shapes: number of samples by latent shape `[C, T, H, W]`.
         text: tokens of a caption.
@@ -353,5 +340,6 @@ def estimate_of(
         dims: parallel dimensions of the GPUs.
     """
     jobs = _jobs_of(cfg, module, shapes, text, dims=dims, chip=gpu.chip)
-    estimate = Estimate(gpu=gpu, jobs=jobs, steps=_steps_of(cfg, jobs), automatic=_is_automatic(cfg))
+    steps = -1 if budget_of(cfg) == "second_budget" else cfg.trainer.max_steps
+    estimate = Estimate(gpu=gpu, jobs=jobs, steps=steps, automatic=_is_automatic(cfg))
     return estimate.at(estimate.least_level(gpu.memory * (1 - MARGIN)) or "full") if estimate.automatic else estimate
