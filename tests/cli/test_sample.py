@@ -21,7 +21,8 @@ def test_sample_writes_clips_and_a_record_that_reproduces_them(tiny_run_dir: Pat
     out = tiny_run_dir / "samples"
     record = json.loads((out / "samples.json").read_text())
     assert [c["prompt"] for c in record["clips"]] == ["first", "a blue square moving up", "a Grün/../x"]
-    assert {name: record[name] for name in ("seed", "steps", "guidance", "flow_shift", "topk")} == {
+    assert {name: record[name] for name in ("compute_dtype", "seed", "steps", "guidance", "flow_shift", "topk")} == {
+        "compute_dtype": "float32",
         "seed": 4,
         "steps": 2,
         "guidance": 2,

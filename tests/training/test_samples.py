@@ -332,6 +332,9 @@ def test_later_clips_are_computed_as_those_of_the_training(training, made, monke
     (videos,) = (clips for name, clips in made.items() if name.endswith("step-00000004"))
     assert torch.equal(few_step_clips(training.folder(), "ema"), videos)
     assert {x.dtype for x in load_run(training.folder(), device="cpu").model.parameters()} == {torch.bfloat16}
+    out = sample_run(training.folder(), PROMPTS, steps=1, device="cpu")
+    for clips in (training.folder() / "samples" / "step-00000004", out):
+        assert record_of(clips)["compute_dtype"] == "bfloat16"
     # control: in the dtype of the stored weights
     monkeypatch.setattr("vsa.sampling.pipeline.rounds_to", lambda setting, device_type: None)
     assert not torch.equal(few_step_clips(training.folder(), "ema"), videos)

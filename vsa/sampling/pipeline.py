@@ -71,6 +71,7 @@ class SamplingPipeline:
         image_encoder: hash of the image encoder of the training data; None without one.
         noise_range: noise levels of an expert (Wan2.2 A14B); None: the model is for all.
         low: the run of the expert for lower noise levels, see `with_low`.
+        compute_dtype: dtype of its matrix products.
     """
 
     model: Network
@@ -93,6 +94,7 @@ class SamplingPipeline:
     image_encoder: str | None = None
     noise_range: NoiseRange | None = None
     low: SamplingPipeline | None = None
+    compute_dtype: torch.dtype = torch.float32
 
     @property
     def takes_images(self) -> bool:
@@ -247,6 +249,7 @@ def load_run(
         first_frames=held_out_frames(config) if model.in_channels > model.out_channels else None,
         image_encoder=state.get("image_encoder", {}).get("hash"),
         noise_range=source.noise_range,
+        compute_dtype=dtype or torch.float32,
     )
 
 

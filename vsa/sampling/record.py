@@ -23,6 +23,7 @@ def settings_dict(settings: SampleSettings, run: SamplingPipeline) -> Mapping[st
         "checkpoint": run.source,
         "step": run.step,
         "weights": run.weights,
+        "compute_dtype": str(run.compute_dtype).removeprefix("torch."),
         **({} if run.low is None else {"transformer_2": run.low.source, "step_2": run.low.step}),
         "seed": settings.seed,
         "steps": settings.steps,

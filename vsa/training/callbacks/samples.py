@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+import torch
 from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
@@ -21,6 +22,7 @@ from vsa.data.examples import examples
 from vsa.data.prompts import HELD_OUT_PROMPTS
 from vsa.evaluation.attention_map import draw_attention
 from vsa.evaluation.figures import logged_metrics
+from vsa.models.compute_dtype import rounds_to
 from vsa.sampling.contact_sheet import side_by_side
 from vsa.sampling.pipeline import SampleSettings, SamplingPipeline, generate
 from vsa.sampling.record import settings_dict
@@ -271,6 +273,7 @@ class Samples(L.Callback):
             text_padding=data.text_padding,
             step_list=pl_module.step_list,
             first_frames=data.first_frames if data.cond_channels else None,
+            compute_dtype=rounds_to(pl_module.parallel.compute_dtype, pl_module.device.type) or torch.float32,
         )
 
 
