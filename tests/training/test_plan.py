@@ -57,6 +57,13 @@ CLASS = (
             1,
             "task.parallel.frozen=rounded is for one device without FSDP2, which shards fp32 weights",
         ),
+        (
+            ("task=distill", "task.teacher=T", "flop_budget=1e15"),
+            1,
+            "flop_budget=1000000000000000.0 applies to jobs of one network, this one ends at trainer.max_steps",
+        ),
+        (("second_budget=9",), 0, "time of a step"),
+        (("flop_budget=1e15", "sparsity=missed_mass"), 1, "flop_budget needs a schedule known in advance, MissedMass"),
         (("data.batch_size=1",), 0, "each GPU: 1 sample a micro-batch, 1 micro-batch a step"),
     ],
 )

@@ -32,6 +32,13 @@ def budget_of(cfg: Any) -> str | None:
     return names[0] if names else None
 
 
+def check_budget(cfg: Any, module: Any) -> None:
+    """Refuse a budget of a training module that trains several networks."""
+    budget = budget_of(cfg)
+    if budget is not None and len(module.clippers) > 1:
+        raise ValueError(f"{budget}={cfg[budget]} applies to jobs of one network, this one ends at trainer.max_steps")
+
+
 def steps_of_budget(
     cfg: Any,
     shapes: Mapping[tuple[int, ...], int],

@@ -10,7 +10,7 @@ from typing import Any
 from vsa.config import build, build_task, check_settings, check_targets, resolved
 from vsa.data.parallel_dims import ParallelDims
 from vsa.data.sample_store import follow_codec
-from vsa.training.budgets import steps_of_budget
+from vsa.training.budgets import check_budget, steps_of_budget
 from vsa.training.estimate.gpus import GIB, GPUS, MEASURED_BY, Gpu, how_to_measure, known_gpu
 from vsa.training.estimate.run import estimate_of, full_lines, with_dense_attention
 from vsa.training.model_sizes import fill_model
@@ -37,6 +37,7 @@ def plan(cfg: Any, *, gpu: str, gib: float | None, grid: Grid | None) -> None:
     check_settings(cfg)
     kind = gpu_of(gpu, gib)
     module = build_task(cfg)
+    check_budget(cfg, module)
     shapes, image = _samples(cfg, module, grid)
     text = resolved(cfg.data.text_encoder)["max_tokens"]
     # schedules that end with the run depend on this setting

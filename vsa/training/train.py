@@ -27,7 +27,7 @@ from vsa.data.sample_store import follow_codec
 from vsa.errors import told_together
 from vsa.models.init import without_memory
 from vsa.places import run_folder_of
-from vsa.training.budgets import MEASURED_STEPS, WARM_UP_STEPS, StepTimer, budget_of, steps_of_budget
+from vsa.training.budgets import MEASURED_STEPS, WARM_UP_STEPS, StepTimer, budget_of, check_budget, steps_of_budget
 from vsa.training.callbacks.bad_samples import BadSamples
 from vsa.training.callbacks.checkpoint import Checkpointing
 from vsa.training.callbacks.flush_metrics import FlushMetrics
@@ -326,9 +326,7 @@ def _step_seconds(cfg: DictConfig, step: int) -> float:
 
 def _check_job(cfg: DictConfig, module: Any) -> None:
     """Refuse settings that this kind of job does not support."""
-    budget = budget_of(cfg)
-    if budget is not None and len(module.clippers) > 1:
-        raise ValueError(f"{budget}={cfg[budget]} applies to jobs of one network, this one ends at trainer.max_steps")
+    check_budget(cfg, module)
     targets = [str(node.get("_target_")) for node in cfg.callbacks.values() if node is not None]
     if module.sparsity.measured and not any(target.endswith(".Diagnostics") for target in targets):
         raise ValueError(f"{type(module.sparsity).__name__} follows measurements: it needs callbacks=diagnostics")
