@@ -144,10 +144,15 @@ def test_a_start_of_each_seed_is_no_setting(tmp_path):
         write_run(tmp_path / f"{name}-seed{seed}", seed=seed, init_from=f"starts/{start}-seed{seed}")
     assert variants_in(tmp_path) == {"a": ["a-seed1", "a-seed10"], "b": ["b-seed1", "b-seed10"]}
     variants = group(find_runs([tmp_path])[1])
-    assert {variant.values["init_from"] for variant in variants} == {"starts/long", "starts/short"}
-    # a start of another seed is one
-    write_run(tmp_path / "a-seed2", seed=2, init_from="starts/long-seed1")
-    assert len(variants_in(tmp_path)) == 3
+    assert {variant.values["init_from"] for variant in variants} == {"starts/long-seed*", "starts/short-seed*"}
+    # one start of all seeds is no setting either
+    for seed in (0, 1, 2):
+        for name in ("a", "b"):
+            start = f"starts/{name}-seed0"
+            write_run(tmp_path / "one" / f"{name}-seed{seed}", seed=seed, init_from=start, teacher="t/seed0/run")
+    ones = group(find_runs([tmp_path / "one"])[1])
+    assert {variant.name: len(variant.runs) for variant in ones} == {"a": 3, "b": 3}
+    assert {variant.values["init_from"] for variant in ones} == {"starts/a-seed0", "starts/b-seed0"}
 
 
 def test_steps_that_a_budget_decides_are_no_setting(tmp_path):

@@ -121,6 +121,7 @@ def group(runs: Sequence[Run]) -> list[Variant]:
     The best learning rate has the lowest validation loss on the seeds at which several rates were tried. If there are
     other seeds, only these count for the loss of the variant.
     """
+    runs = _without_own_seed(runs)
     keys = _own_settings(runs)
     families = _by(runs, lambda run: _key(run, [key for key in keys if key != LR]))
     # if only the learning rate differs, its values are the variants
@@ -130,11 +131,27 @@ def group(runs: Sequence[Run]) -> list[Variant]:
     columns = _columns([members for members, _ in best_families], keys)
     names = _names([members for members, _ in best_families], columns)
     variants = [
-        Variant(name=name, values={key: _value(members[0], key) for key in columns}, runs=members, tried=t)
+        Variant(name=name, values={key: members[0].settings.get(key, _UNSET) for key in columns}, runs=members, tried=t)
         for name, (members, t) in zip(names, best_families, strict=True)
     ]
     variants.sort(key=lambda variant: (variant.loss is None, variant.loss or 0.0, variant.name))
     return [replace(variant, colour=place) for place, variant in enumerate(variants)]
+
+
+def _without_own_seed(runs: Sequence[Run]) -> list[Run]:
+    """The runs, with `seed*` in settings that name each run's own seed, such as the folder of a start of each seed."""
+
+    def general(run: Run, value: str) -> str:
+        return re.sub(rf"seed([-_=]?){run.seed}(?!\d)", r"seed\1*", value)
+
+    texts = [{key: value for key, value in run.settings.items() if isinstance(value, str)} for run in runs]
+    own = [{key: general(run, value) for key, value in text.items()} for run, text in zip(runs, texts, strict=True)]
+    # a setting that one run has with another seed, or without any, stays as it is
+    fixed = {key for text, new in zip(texts, own, strict=True) for key in text if new[key] == text[key]}
+    return [
+        replace(run, settings={**run.settings, **{key: value for key, value in new.items() if key not in fixed}})
+        for run, new in zip(runs, own, strict=True)
+    ]
 
 
 def _own_settings(runs: Sequence[Run]) -> list[str]:
@@ -144,7 +161,7 @@ def _own_settings(runs: Sequence[Run]) -> list[str]:
     dropped |= {key for key in everything if key.endswith("seed") and _copies(runs, key, "seed")}
     if any(run.settings.get(budget) is not None for run in runs for budget in _BUDGETS):
         dropped |= {key for key in everything if _copies(runs, key, _STEPS)}
-    return [k for k in everything if k not in dropped and len({_value(run, k) for run in runs}) > 1]
+    return [k for k in everything if k not in dropped and len({run.settings.get(k, _UNSET) for run in runs}) > 1]
 
 
 def _copies(runs: Sequence[Run], key: str, of: str) -> bool:
@@ -152,15 +169,9 @@ def _copies(runs: Sequence[Run], key: str, of: str) -> bool:
     return all(run.settings[key] == run.settings.get(of) for run in runs if key in run.settings)
 
 
-def _value(run: Run, key: str) -> Any:
-    """A setting, `unset` if a run has none; a path that names the run's own seed, as its start may, without it."""
-    value = run.settings.get(key, _UNSET)
-    return re.sub(rf"[-_]?seed[-_=]?{run.seed}(?!\d)", "", value) if isinstance(value, str) else value
-
-
 def _key(run: Run, keys: Sequence[str]) -> tuple[Any, ...]:
     # a run without a config is identified by its name
-    return tuple(_value(run, key) for key in keys) if run.settings else (short_name(run), run.distilled)
+    return tuple(run.settings.get(key, _UNSET) for key in keys) if run.settings else (short_name(run), run.distilled)
 
 
 def _by(runs: Sequence[Run], key: Any) -> list[list[Run]]:
@@ -205,7 +216,7 @@ def _columns(members: Sequence[Sequence[Run]], keys: Sequence[str]) -> list[str]
     """Settings that differ between variants; of several that separate them in the same way, the shortest key."""
     key_by_pattern: dict[tuple[int, ...], str] = {}
     for key in keys:
-        values = [_value(runs[0], key) for runs in members]
+        values = [runs[0].settings.get(key, _UNSET) for runs in members]
         # equal for settings that separate the variants in the same way
         pattern = tuple(values.index(value) for value in values)
         if len(set(pattern)) > 1 and (pattern not in key_by_pattern or _rank(key) < _rank(key_by_pattern[pattern])):
@@ -224,7 +235,8 @@ def _names(members: Sequence[Sequence[Run]], columns: Sequence[str]) -> list[str
     from_folders = [short_name(runs[0])[len(inside) :].strip("/") for runs in members]
     alike = all(len({short_name(run) for run in runs}) == 1 for runs in members)
     from_settings = [
-        ", ".join(f"{key.rpartition('.')[2]}={shown(_value(runs[0], key))}" for key in columns) for runs in members
+        ", ".join(f"{key.rpartition('.')[2]}={shown(runs[0].settings.get(key, _UNSET))}" for key in columns)
+        for runs in members
     ]
     for names, usable in ((from_folders, alike), (from_settings, all(from_settings))):
         if usable and len(set(names)) == len(names):
