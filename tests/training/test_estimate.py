@@ -430,7 +430,7 @@ def test_a_run_says_what_it_takes_and_a_dry_run_stops_there(training, monkeypatc
     training("trainer.max_steps=1")
     line, warning = [text for text in caplog.messages if "estimate" in text]
     assert line.startswith("estimate: 0.8 of 0.5 GiB of each H200")
-    assert "GPU-hours for 1 step" in line
+    assert line.endswith("GPU-hours for 1 step")
     assert warning.startswith("warning: by the estimate it needs 0.8 GiB")
 
 

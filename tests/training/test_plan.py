@@ -62,7 +62,6 @@ CLASS = (
             1,
             "flop_budget=1000000000000000.0 applies to jobs of one network, this one ends at trainer.max_steps",
         ),
-        (("second_budget=9",), 0, "time of a step"),
         (("flop_budget=1e15", "sparsity=missed_mass"), 1, "flop_budget needs a schedule known in advance, MissedMass"),
         (("data.batch_size=1",), 0, "each GPU: 1 sample a micro-batch, 1 micro-batch a step"),
     ],
@@ -72,6 +71,18 @@ def test_the_command(words, status, said, command_line):
     assert exit_code == status, err
     assert said in out + err
     assert len(err.splitlines()) == status
+
+
+def test_a_budget_decides_the_steps(command_line):
+    # 4 samples of 256 tokens a step
+    exit_code, out, err = command_line(*PLAN, "data.batch_size=4", "sample_token_budget=1e6")
+    assert exit_code == 0, err
+    assert "the run: 977 steps, " in out
+    # seconds are measured when the run begins
+    exit_code, out, err = command_line(*PLAN, "second_budget=9")
+    assert exit_code == 0, err
+    assert "time of a step" in out
+    assert "the run: " not in out
 
 
 @pytest.mark.slow
