@@ -9,7 +9,9 @@ import shutil
 import tarfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from benchmarks.race.legs import LEGS, archive, folder
 from vsa.checkpoints.run_history import has_finished
@@ -101,15 +103,21 @@ def finished(name: str) -> dict[str, list[Run]]:
     return {key: sorted(runs, key=lambda run: run.seed or 0) for key, runs in by_name.items()}
 
 
-def unpacked(name: str, where: str = "archives") -> Path:
-    """Folder with the archived runs of a leg, below a folder of this machine.
+def unpacked(name: str, where: Path | None = None) -> Path:
+    """Folder with the archived runs of a leg, below `where`, or below one of this process, since others may read too.
 
     Raises:
         ValueError: the leg has none.
     """
     if not archive(name).is_file():
         raise ValueError(f"{name} has no run in {archive(name)}")
-    shutil.rmtree(folder(where) / name, ignore_errors=True)
+    where = where or Path(_own_folder().name)
+    shutil.rmtree(where / name, ignore_errors=True)
     with tarfile.open(archive(name)) as tar:
-        tar.extractall(folder(where), filter="data")
-    return folder(where) / name
+        tar.extractall(where, filter="data")
+    return where / name
+
+
+@cache
+def _own_folder() -> TemporaryDirectory[str]:
+    return TemporaryDirectory(prefix="vsa-race-")

@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import fmean
 
 from benchmarks.race.archive import finished, unpacked
-from benchmarks.race.legs import LEGS, archive
+from benchmarks.race.legs import LEGS, archive, folder
 from benchmarks.race.points import rate_of
 from benchmarks.race.ranking import Row, loss_of, ranked
 from vsa.reports.report import report
@@ -139,7 +139,7 @@ def page(name: str) -> None:
     Raises:
         ValueError: the leg has no archived run.
     """
-    where, times = unpacked(name, "pages"), step_times(name)
+    where, times = unpacked(name, folder("pages")), step_times(name)
     for path in where.glob("*/metrics.csv"):
         if (own := times.get(re.sub(r"-seed\d+$", "", path.parent.name))) is not None:
             _set_step_seconds(path, own[0] / 1e3)

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import tarfile
 import threading
@@ -18,7 +19,7 @@ import numpy as np
 import pytest
 
 from benchmarks.race import legs, points, tables, training
-from benchmarks.race.archive import finished, pack
+from benchmarks.race.archive import finished, pack, unpacked
 from benchmarks.race.legs import LEGS, archive
 from benchmarks.race.ranking import Row, ranked
 from benchmarks.world import score
@@ -96,11 +97,10 @@ def test_the_page_has_step_times_measured_alone(ablation, monkeypatch):
 
 def test_runs_are_packed_once_they_are_finished_and_scored(ablation):
     before = finished("scratch")
-    unpacked = ablation / "race" / "archives" / "scratch"
+    there = unpacked("scratch")
     runs = ablation / "race" / "scratch"
-    runs.mkdir()
     for name in ("tail_twice-seed0", "tail_lse-seed0", "no_tail-seed0"):
-        (unpacked / name).rename(runs / name)
+        shutil.copytree(there / name, runs / name)
     archive("scratch").unlink()
     (runs / "tail_twice-seed0" / "score.json").write_text('{"scores": {"clips": {"colour": 0.5}}}')
     # one without scores, and one that was stopped
@@ -124,6 +124,17 @@ def test_runs_are_packed_once_they_are_finished_and_scored(ablation):
         "tail_twice": {"colour": 0.5},
         "tail_lse": {},
     }
+
+
+def test_commands_beside_each_other_read_one_archive(ablation):
+    here = unpacked("scratch")
+    files = {path.relative_to(here): path.stat().st_ctime_ns for path in here.rglob("*")}
+    code = "from benchmarks.race import archive, legs; from pathlib import Path; import sys\n"
+    code += "legs.RAW = Path(sys.argv[1]); legs.OUT = legs.RAW / 'race'\n"
+    code += "print(len(list(archive.unpacked('scratch').rglob('*'))))"
+    done = subprocess.run([sys.executable, "-c", code, ablation], capture_output=True, text=True, check=True)
+    assert int(done.stdout) == len(files) > 18
+    assert {path.relative_to(here): path.stat().st_ctime_ns for path in here.rglob("*")} == files
 
 
 def test_a_seed_of_finetuning_is_packed_whole(folders):
