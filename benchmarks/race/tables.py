@@ -17,7 +17,7 @@ from vsa.reports.report import report
 from vsa.reports.runs import Run
 from vsa.training.step_times import DATA, HOST, IDLE
 
-SCORES = ("colour", "shape", "motion")
+SCORES = ("colour", "shape", "motion", "camera")
 SECONDS, SPEED = "throughput/step_seconds", "throughput/tokens_per_second"
 
 
