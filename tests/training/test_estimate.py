@@ -13,6 +13,8 @@ import pytest
 import torch
 from vsa_kernels.coarse_fine import op, triton_op
 
+import vsa.training.budgets as budgets
+import vsa.training.train as run_module
 from benchmarks.estimates import Comparison, comparisons
 from tests.tiny_runs import composed
 from vsa.attention.full import FullAttention
@@ -451,8 +453,27 @@ def test_the_steps_of_a_budget_are_those_of_the_run(training, monkeypatch, capsy
     (line,) = [text for text in caplog.messages if text.startswith("estimate")]
     assert line.endswith("GPU-hours for 12 steps")
     capsys.readouterr()
+    caplog.clear()
     training("run=dry", *annealed, budget, "dry_run=true")
     assert "the run: 12 steps, " in capsys.readouterr().out
+    assert len([text for text in caplog.messages if text.startswith("flop_budget=")]) == 1
+
+
+def test_the_steps_of_a_budget_of_seconds_are_known_once_it_is_measured(training, monkeypatch, capsys, caplog):
+    _here(monkeypatch, 20.0)
+    measure = run_module._step_seconds
+    monkeypatch.setattr(run_module, "_step_seconds", lambda cfg, step: measure(cfg, step) and 0.5)
+    for module in (budgets, run_module):
+        monkeypatch.setattr(module, "WARM_UP_STEPS", 1)
+        monkeypatch.setattr(module, "MEASURED_STEPS", 1)
+    caplog.set_level("INFO")
+    training("second_budget=1.6", "dry_run=true")
+    assert "the run: " not in capsys.readouterr().out
+    assert training("second_budget=1.6").max_steps == 3
+    trial, line = [text for text in caplog.messages if text.startswith("estimate")]
+    assert trial.endswith(" s a step")
+    assert line == f"{trial}, {line.rpartition(', ')[2]}"
+    assert line.endswith(" GPU-hours for 3 steps")
 
 
 def test_a_sweep_refuses_a_dry_run():

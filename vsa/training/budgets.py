@@ -32,6 +32,11 @@ def budget_of(cfg: Any) -> str | None:
     return names[0] if names else None
 
 
+def is_counted(cfg: Any) -> bool:
+    """Whether the steps of a run are known before it begins: those of a budget of seconds are not."""
+    return budget_of(cfg) != "second_budget"
+
+
 def check_budget(cfg: Any, module: Any) -> None:
     """Refuse a budget of a training module that trains several networks."""
     budget = budget_of(cfg)

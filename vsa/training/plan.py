@@ -10,7 +10,7 @@ from typing import Any
 from vsa.config import build, build_task, check_settings, check_targets, resolved
 from vsa.data.parallel_dims import ParallelDims
 from vsa.data.sample_store import follow_codec
-from vsa.training.budgets import check_budget, steps_of_budget
+from vsa.training.budgets import check_budget, is_counted, steps_of_budget
 from vsa.training.estimate.gpus import GIB, GPUS, MEASURED_BY, Gpu, how_to_measure, known_gpu
 from vsa.training.estimate.run import estimate_of, full_lines, with_dense_attention
 from vsa.training.model_sizes import fill_model
@@ -47,7 +47,7 @@ def plan(cfg: Any, *, gpu: str, gib: float | None, grid: Grid | None) -> None:
     if dims.sequence > 1:
         for network in module.planned_networks():
             network.model.refuse_division(shapes, dims.sequence)
-    estimate = estimate_of(cfg, module, shapes, text, kind, dims=dims)
+    estimate = estimate_of(cfg, module, shapes, text, kind, dims=dims, counted=is_counted(cfg))
     print("\n".join(full_lines(str(cfg.name), estimate, with_dense_attention(module))))
     if (refusal := estimate.refusal()) is not None:
         raise ValueError(refusal)

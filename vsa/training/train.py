@@ -27,7 +27,15 @@ from vsa.data.sample_store import follow_codec
 from vsa.errors import told_together
 from vsa.models.init import without_memory
 from vsa.places import run_folder_of
-from vsa.training.budgets import MEASURED_STEPS, WARM_UP_STEPS, StepTimer, budget_of, check_budget, steps_of_budget
+from vsa.training.budgets import (
+    MEASURED_STEPS,
+    WARM_UP_STEPS,
+    StepTimer,
+    budget_of,
+    check_budget,
+    is_counted,
+    steps_of_budget,
+)
 from vsa.training.callbacks.bad_samples import BadSamples
 from vsa.training.callbacks.checkpoint import Checkpointing
 from vsa.training.callbacks.flush_metrics import FlushMetrics
@@ -96,7 +104,7 @@ def _dry_run(cfg: DictConfig) -> None:
     cfg, opened = cfg.copy(), dict[str, Any]()
     cfg.dry_run = False
     refuse_unknown_keys(cfg.resume.allow, cfg, {})
-    check_run(cfg, opened)
+    cfg = check_run(cfg, opened)
     (datamodule,) = opened.values()
     on_gpu = cfg.trainer.accelerator != "cpu" and torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
@@ -104,10 +112,11 @@ def _dry_run(cfg: DictConfig) -> None:
     if gpu is None:
         rank_zero_info("the run can start; no estimate for a CPU: vsa plan --gpu KIND makes one")
         return
-    cfg.trainer.max_steps = _steps_of_budget(cfg, datamodule)
     module = build_task(cfg)
     text = datamodule.text_encoder.max_tokens
-    estimate = estimate_of(cfg, module, datamodule.buckets, text, gpu, dims=_dims(cfg.trainer, module))
+    estimate = estimate_of(
+        cfg, module, datamodule.buckets, text, gpu, dims=_dims(cfg.trainer, module), counted=is_counted(cfg)
+    )
     if rank_zero_only.rank == 0:
         print("\n".join(full_lines(str(cfg.name), estimate, with_dense_attention(module))))
     if (refusal := estimate.refusal()) is not None:
@@ -118,8 +127,10 @@ def _is_requeued() -> bool:
     return os.environ.get("SLURM_RESTART_COUNT", "0") not in ("", "0")
 
 
-def check_run(cfg: DictConfig, opened: dict[str, Any]) -> None:
+def check_run(cfg: DictConfig, opened: dict[str, Any]) -> DictConfig:
     """Refuse a new run that `train` would refuse before its first step; missing data are prepared.
+
+    Returns its config with the settings that follow from the data, and the steps of its budget.
 
     Args:
         cfg: config of the run.
@@ -146,6 +157,7 @@ def check_run(cfg: DictConfig, opened: dict[str, Any]) -> None:
     opened[key] = datamodule
     cfg.trainer.max_steps = _steps_of_budget(cfg, datamodule)
     _task(cfg, datamodule, is_set_up=True)
+    return cfg
 
 
 def _task(
@@ -320,7 +332,7 @@ def _step_seconds(cfg: DictConfig, step: int) -> float:
     module.check_weights(datamodule)
     # at the level of activation checkpointing that the run will have
     with told_out_of_memory(module):
-        _trainer(trial, [timer, PrintEstimate(trial)], []).fit(module, datamodule=datamodule)
+        _trainer(trial, [timer, PrintEstimate(trial, counted=False)], []).fit(module, datamodule=datamodule)
     return timer.seconds
 
 

@@ -40,10 +40,11 @@ class PrintEstimate(L.Callback):
 
     Args:
         cfg: config of the run.
+        counted: whether `trainer.max_steps` is the number of steps of the run.
     """
 
-    def __init__(self, cfg: Any):
-        self._cfg = cfg
+    def __init__(self, cfg: Any, *, counted: bool = True):
+        self._cfg, self._counted = cfg, counted
 
     def setup(self, trainer: L.Trainer, pl_module: DiffusionModule, stage: str) -> None:
         # at this point the data are known and no network is built
@@ -58,7 +59,9 @@ class PrintEstimate(L.Callback):
         gpu = replace(gpu, memory=float(trainer.strategy.reduce(memory, reduce_op="min")))
         with never_fatal("the estimate of memory and time"):
             text = datamodule.text_encoder.max_tokens
-            estimate = estimate_of(self._cfg, pl_module, datamodule.buckets, text, gpu, dims=pl_module.dims)
+            estimate = estimate_of(
+                self._cfg, pl_module, datamodule.buckets, text, gpu, dims=pl_module.dims, counted=self._counted
+            )
             pl_module.parallel = pl_module.parallel.at(estimate.largest.level)
             for line in short_lines(estimate.at(pl_module.parallel.level)):
                 rank_zero_info(line)

@@ -12,7 +12,6 @@ from vsa.checkpoints.moments import EIGHT_BIT
 from vsa.data.parallel_dims import ParallelDims
 from vsa.models.init import without_memory
 from vsa.models.recompute import LEVELS, Level
-from vsa.training.budgets import budget_of
 from vsa.training.estimate.gpus import GIB, MEASURED_BY, Gpu
 from vsa.training.estimate.job import Job
 from vsa.training.estimate.predict import fitting, host_bytes, step_seconds, total_memory, whole_memory
@@ -81,13 +80,15 @@ class Estimate:
     Args:
         gpu: the kind of GPU.
         jobs: fraction and job of every latent shape, by optimizer step.
-        steps: number of steps of the run; negative: unknown.
+        steps: number of steps of the run; negative: it has no end.
+        counted: whether `steps` is the number of the run, not one that a budget of seconds will replace.
         automatic: whether the level of activation checkpointing is chosen by memory.
     """
 
     gpu: Gpu
     jobs: Callable[[int], list[tuple[float, Job]]]
     steps: int
+    counted: bool = True
     automatic: bool = False
 
     def changed(self, change: Callable[[Job], Job]) -> Estimate:
@@ -122,6 +123,11 @@ class Estimate:
     def timed(self) -> bool:
         """Whether the time of a step is known."""
         return not self.gpu.lacks and not self.largest.offloaded
+
+    @property
+    def ends(self) -> bool:
+        """Whether the number of steps is known."""
+        return self.counted and self.steps > 0
 
     @property
     def fits(self) -> bool:
@@ -215,7 +221,7 @@ def short_lines(estimate: Estimate) -> list[str]:
     )
     if estimate.timed:
         line += f", {sum(estimate.seconds().values()):.3g} s a step"
-        if estimate.steps > 0:
+        if estimate.ends:
             line += (
                 f", {estimate.run_seconds() / 3600 * job.dims.ranks:.3g} GPU-hours for {_count(estimate.steps, 'step')}"
             )
@@ -273,7 +279,7 @@ def full_lines(name: str, estimate: Estimate, dense: Callable[[Job], Job] | None
         if job.dims.ranks > 1 and gpu.link_bytes is None:
             lines.append(f"communication is not counted: {gpu.name} lacks link_bytes ({MEASURED_BY['link_bytes']})")
     lines += ["", *_levels(estimate)]
-    if estimate.timed and estimate.steps > 0:
+    if estimate.timed and estimate.ends:
         hours = estimate.run_seconds() / 3600
         lines += [
             "",
@@ -327,19 +333,20 @@ def with_dense_attention(module: Any) -> Callable[[Job], Job] | None:
 
 
 def estimate_of(
-    cfg: Any, module: Any, shapes: Mapping[Shape, int], text: int, gpu: Gpu, *, dims: ParallelDims
+    cfg: Any, module: Any, shapes: Mapping[Shape, int], text: int, gpu: Gpu, *, dims: ParallelDims, counted: bool = True
 ) -> Estimate:
     """The estimate of a run, under `auto` at the least recomputation that leaves the margin, or else at full.
 
     Args:
-        cfg: config of the run, with the steps of its budget; those of a budget of seconds are measured later.
+        cfg: config of the run, with the steps of its budget.
         module: its training module.
         shapes: number of samples by latent shape `[C, T, H, W]`.
         text: tokens of a caption.
         gpu: kind of GPU.
         dims: parallel dimensions of the GPUs.
+        counted: whether `trainer.max_steps` is the number of steps of the run; a budget of seconds is converted to
+            steps when a run begins.
     """
     jobs = _jobs_of(cfg, module, shapes, text, dims=dims, chip=gpu.chip)
-    steps = -1 if budget_of(cfg) == "second_budget" else cfg.trainer.max_steps
-    estimate = Estimate(gpu=gpu, jobs=jobs, steps=steps, automatic=_is_automatic(cfg))
+    estimate = Estimate(gpu=gpu, jobs=jobs, steps=cfg.trainer.max_steps, counted=counted, automatic=_is_automatic(cfg))
     return estimate.at(estimate.least_level(gpu.memory * (1 - MARGIN)) or "full") if estimate.automatic else estimate
