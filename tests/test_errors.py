@@ -23,6 +23,33 @@ def test_a_device_that_does_not_work_is_named(name, capsys):
     assert line.count("\n") == 1
 
 
+CUDA = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 1 byte\nand more"
+CPU = "[enforce fail at alloc_cpu.cpp:117] DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes."
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (torch.OutOfMemoryError(CUDA), "CUDA out of memory. Tried to allocate 2.00 GiB"),
+        (RuntimeError(CPU), "can't allocate memory: you tried to allocate 8 bytes."),
+        (MemoryError(), "MemoryError"),
+    ],
+)
+def test_memory_that_runs_out_is_one_line(error, line, capsys):
+    with pytest.raises(SystemExit) as stop, one_line_errors():
+        raise error
+    assert stop.value.code == 1
+    assert capsys.readouterr().err == f"error: not enough memory: {line}\n"
+    with pytest.raises(type(error)), one_line_errors(traceback=True):
+        raise error
+
+
+def test_a_defect_keeps_its_traceback(capsys):
+    with pytest.raises(RuntimeError, match="a defect"), one_line_errors():
+        raise RuntimeError("a defect")
+    assert capsys.readouterr().err == ""
+
+
 def test_ranks_share_the_gpus(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)

@@ -25,8 +25,8 @@ DISK_FULL = 28
 def one_line_errors(*extra: type[Exception], traceback: bool | None = None) -> Iterator[None]:
     """Turn input errors into `error: ...` on stderr and exit status 1, or 28 for a full disk.
 
-    Input errors are ValueError, OSError and the exceptions in `extra`. Any other exception is a bug of the project and
-    keeps its traceback. Secrets are masked.
+    Input errors are ValueError, OSError, an allocation that failed, and the exceptions in `extra`. Any other exception
+    is a bug of the project and keeps its traceback. Secrets are masked.
 
     Args:
         extra: further exceptions that are input errors.
@@ -46,6 +46,12 @@ def one_line_errors(*extra: type[Exception], traceback: bool | None = None) -> I
         with suppress(OSError):
             print(f"error: {message}", file=sys.stderr)
         raise SystemExit(DISK_FULL if full else 1) from error
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        with suppress(OSError):
+            print(f"error: not enough memory: {memory_reason(error)}", file=sys.stderr)
+        raise SystemExit(1) from error
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         raise SystemExit(130) from None
@@ -124,7 +130,7 @@ class LoaderError(ValueError):
 
 
 class MemoryRanOut(ValueError):
-    """A training step did not fit into memory, and what to set so that it does."""
+    """A part of a run did not fit into memory, and what to set so that it does."""
 
 
 def memory_reason(error: BaseException | None) -> str:

@@ -18,10 +18,12 @@ from tests.training.test_ranks import RANKS, ended
 from tests.training.test_resume import assert_same
 from vsa.data.parallel_dims import ParallelDims
 from vsa.errors import MemoryRanOut
+from vsa.evaluation.figures import read_metric
 from vsa.models.recompute import LEVELS
 from vsa.training.estimate.gpus import GIB, GPUS
 from vsa.training.estimate.run import MARGIN, estimate_of
 from vsa.training.gradients import GradientClipper
+from vsa.training.modules.pretrain import PretrainModule
 from vsa.training.parallel import ParallelPlan
 from vsa.training.run_state import LEVEL
 
@@ -238,6 +240,52 @@ def test_an_update_that_does_not_fit_is_no_matter_of_levels(training, monkeypatc
     monkeypatch.setattr(GradientClipper, "__call__", runs_out)
     with pytest.raises(MemoryRanOut, match=r"out of memory in the optimizer's update of step 1 .* trainer=fsdp"):
         training()
+
+
+def test_clips_that_do_not_fit_can_be_left_out(training, monkeypatch):
+    def runs_out(*args: Any) -> None:
+        raise torch.OutOfMemoryError(REASON)
+
+    settings = ("callbacks.samples.prompts=[a,b]", "callbacks.samples.every_n_steps=2", "callbacks.samples.steps=1")
+    with monkeypatch.context() as patch:
+        patch.setattr("vsa.sampling.pipeline.decode_latents", runs_out)
+        with pytest.raises(MemoryRanOut) as error:
+            training(*settings)
+    without = "callbacks.samples.prompts=[]"
+    assert str(error.value) == (
+        "out of memory in the clips of step 2 (CUDA out of memory. Tried to allocate 2.00 GiB): fewer "
+        f"callbacks.samples.prompts take less, {without} leaves clips out; ckpt_path=last continues from "
+        f"{training.folder()}/checkpoints/step-00000002"
+    )
+    # and no word of clips where a step runs out after them
+    with pytest.raises(MemoryRanOut, match=r"^out of memory in step 3 with "):
+        training(*settings, "run=step", callbacks=(RunsOut("none", step=2),))
+    training(*settings[1:], without, "ckpt_path=last")
+    training(*settings, "run=straight")
+    assert_same(training.tensors(), training.tensors("straight"))
+
+
+def test_a_validation_that_does_not_fit_has_smaller_micro_batches(training, monkeypatch):
+    step = PretrainModule.validation_step
+
+    def runs_out(module: Any, batch: Any, batch_idx: int) -> None:
+        if len(batch.latents) > 2:
+            raise torch.OutOfMemoryError(REASON)
+        step(module, batch, batch_idx)
+
+    monkeypatch.setattr(PretrainModule, "validation_step", runs_out)
+    settings = ("callbacks.checkpoint.every_n_steps=2", "trainer.val_check_interval=2")
+    with pytest.raises(MemoryRanOut) as error:
+        training(*settings)
+    line = str(error.value)
+    assert line.startswith(
+        "out of memory in the validation after step 2 (CUDA out of memory. Tried to allocate 2.00 GiB): "
+    )
+    assert "\n" not in line
+    setting = next(word for word in line.split() if word.startswith("trainer.accumulate_grad_batches="))
+    training(*settings, setting, "ckpt_path=last")
+    # and that validation is made up for
+    assert read_metric(training.folder() / "metrics.csv", "val/loss")[0].tolist() == [2, 4]
 
 
 def test_other_errors_stay_what_they_are(training, monkeypatch):

@@ -1,4 +1,4 @@
-"""The line with which a run ends when a training step does not fit into memory."""
+"""The line with which a run ends when a training step, a validation or clips do not fit into memory."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ SETTING = "task.parallel.activation_checkpointing"
 
 @contextmanager
 def told_out_of_memory(module: Any) -> Iterator[None]:
-    """Turn an out-of-memory error of a training step into `MemoryRanOut` with what to set.
+    """Turn an out-of-memory error of a run into `MemoryRanOut` with what to set.
 
     Args:
-        module: training module whose steps are made in the context.
+        module: training module of the run.
     """
     try:
         yield
@@ -30,12 +30,18 @@ def told_out_of_memory(module: Any) -> Iterator[None]:
 
 
 def out_of_memory_line(module: Any, error: BaseException) -> str | None:
-    """What to set after an error of a training step; None if memory did not run out, or not in a step."""
+    """What to set after an error of a run; None if memory did not run out, or not in a phase of the module."""
     if not is_out_of_memory(error) or not module.phase:
         return None
     reason, step, level = memory_reason(error), module.global_step + 1, module.parallel.level
     saved = module.status.saved
     resume = "" if saved is None else f"; ckpt_path=last continues from {saved}"
+    if module.phase == "validation":
+        remedy = _smaller_micro_batch(module)
+        return f"out of memory in the validation after step {module.global_step} ({reason}): {remedy}{resume}"
+    if module.phase == "clips":
+        remedy = "fewer callbacks.samples.prompts take less, callbacks.samples.prompts=[] leaves clips out"
+        return f"out of memory in the clips of step {module.global_step} ({reason}): {remedy}{resume}"
     if module.phase == "update":
         # a resumed run converts the moments if it is allowed to
         return (

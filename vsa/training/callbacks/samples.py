@@ -170,6 +170,7 @@ class Samples(L.Callback):
         # clip sets, with the parent of their folders
         clip_sets: list[tuple[ClipSet, Path]] = []
         folder = self.run_dir / "samples" / f"step-{trainer.global_step:08d}"
+        pl_module.phase = "clips"
         with pl_module.status.paused():
             pl_module.model.eval()
             for name, weights in weight_names.items():
@@ -184,6 +185,7 @@ class Samples(L.Callback):
                 # the teacher's clips never change, so they are sampled once
                 self._teacher = self._teacher_clips(self._live_run(trainer, pl_module, "teacher"), teacher)
                 clip_sets.insert(0, (self._teacher, folder.parent))
+        pl_module.phase = ""
         if trainer.is_global_zero:
             self._show_data(trainer, pl_module)
             for clips, parent in clip_sets:

@@ -127,8 +127,8 @@ class DiffusionModule(L.LightningModule):
         self._parallel = parallel
         # with the level that this run has; `auto` stays where it is not chosen
         self.parallel = parallel if start.resume is None else parallel.resumed(start.resume.state)
-        # what of the current step is being made
-        self.phase: Literal["", "passes", "update"] = ""
+        # what is being made, for messages
+        self.phase: Literal["", "passes", "update", "validation", "clips"] = ""
 
     # the start of a run
 
@@ -321,7 +321,11 @@ class DiffusionModule(L.LightningModule):
         # every redraw of the bar would wait for the device to read a tensor there
         self.log(name, torch.tensor(float(value), device="cpu"), prog_bar=True, logger=False)
 
+    def on_validation_start(self) -> None:
+        self.phase = "validation"
+
     def on_validation_end(self) -> None:
+        self.phase = ""
         # a resumed run does not repeat this validation, so a kill must not lose its metrics
         self.log_lines.save()
 
