@@ -113,11 +113,13 @@ def refuse_unwritable(folder: Path) -> None:
 
 def is_out_of_memory(error: BaseException | None) -> bool:
     """Whether an allocation on the CPU or a GPU failed."""
-    import torch
-
+    # without torch, which is slow to import, the error is not its own
+    torch: Any = sys.modules.get("torch")
     # torch raises a plain RuntimeError if an allocation on the CPU fails
-    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
-        isinstance(error, RuntimeError) and "allocate memory" in str(error)
+    return isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError)
+        and torch is not None
+        and (isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error))
     )
 
 
