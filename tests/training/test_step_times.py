@@ -129,6 +129,62 @@ def test_every_microsecond_of_a_device_has_one_kind():
     assert times.bytes == {ELEMENTWISE: 4 * 3 * 8 * 16 * 2 / 2, COPIES: 3 * 8 * 16 * 2 / 2}
 
 
+def test_what_a_device_waits_for_is_told_by_the_innermost_call():
+    waited_for = step_times(gpu_trace(), "window", 2).waited_for
+    assert {name: (2e3 * ms, 2 * calls) for name, (ms, calls) in waited_for.items()} == {
+        # 680 to 700 and 900 to 1000
+        "Python elsewhere": (pytest.approx(120), 0),
+        # of the backward's thread
+        "cudaEventSynchronize": (pytest.approx(50), 1),
+        "Python in S.training_step": (pytest.approx(17), 1),
+        "cudaLaunchKernel": (pytest.approx(8), 4),
+        "vsa_kernels::coarse_fine_fwd": (pytest.approx(6), 1),
+        "aten::copy_": (pytest.approx(2), 1),
+        "aten::_scaled_dot_product_cudnn_attention": (pytest.approx(2), 1),
+        "aten::mm": (pytest.approx(2), 1),
+        "aten::add": (pytest.approx(2), 1),
+        "Python in Optimizer.step#AdamW.step": (pytest.approx(1), 1),
+    }
+    assert list(waited_for) == sorted(waited_for, key=lambda name: -waited_for[name][0])
+
+
+def test_graphs_are_told_without_their_hash_and_the_backward_before_the_thread_that_waits_for_it():
+    def graph(name, ts, tid):
+        return event("cpu_op", f"## Call CompiledFxGraph {name} ##", ts, 100, tid)
+
+    trace = [*WINDOW, event("user_annotation", "M.backward", 100, 600), graph("fab1", 150, 2), graph("fzz2", 300, 2)]
+    trace += [*launch("aten::mm", 0, 1), kernel("gemm", 20, 80, 1)]
+    waited_for = step_times(trace, "window", 1).waited_for
+    assert waited_for == {
+        # 100 to 700, without the two graphs
+        "Python in M.backward": (pytest.approx(0.4), 1),
+        # 4 to 20 and 700 to 1000
+        "Python elsewhere": (pytest.approx(0.316), 0),
+        "Call CompiledFxGraph": (pytest.approx(0.2), 2),
+        "aten::mm": (pytest.approx(0.002), 1),
+        "cudaLaunchKernel": (pytest.approx(0.002), 1),
+    }
+
+
+@given(st.data())
+def test_calls_that_a_device_waits_for_add_up_to_the_time_of_the_host(data):
+    """Nested calls at random on two threads, kernels at random beside them."""
+    moments = sorted(data.draw(st.lists(st.integers(0, 999), min_size=2, max_size=30, unique=True)))
+
+    def nested(inside, tid):
+        if len(inside) < 2:
+            return []
+        cut = data.draw(st.integers(1, len(inside) - 1))
+        name, cat = data.draw(st.sampled_from([("aten::x", "cpu_op"), ("y", "user_annotation")]))
+        own = event(cat, name, inside[0], inside[cut] - inside[0], tid)
+        return [own, *nested(inside[1:cut], tid), *nested(inside[cut:], tid)]
+
+    trace = [*WINDOW, *nested(moments, 1), *nested(moments[::2], 2), *launch("aten::mm", -20, 1)]
+    starts = data.draw(st.lists(st.integers(0, 990), min_size=1, max_size=8, unique=True))
+    times = step_times([*trace, *(kernel("gemm", ts, 25, 1) for ts in starts)], "window", 1)
+    assert sum(ms for ms, _ in times.waited_for.values()) == pytest.approx(times.milliseconds[HOST])
+
+
 def test_compiled_kernels_are_copies_if_they_only_move_or_round():
     names = {
         "triton_poi_fused__to_copy_3": COPIES,

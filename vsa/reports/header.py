@@ -138,7 +138,7 @@ def not_shown(variants: Sequence[Variant], drawn: Sequence[str]) -> list[str]:
         "pareto": "Loss and step time: needs two variants with a loss and a step time.",
         "loss_by_timestep": "Loss by timestep: needs a validation.",
         "topk_by_length": "Top-k by sequence length: needs runs that vary both, "
-        f"found {len(lengths - {None})} lengths and {len(topks - {None})} values of top-k.",
+        f"lengths found: {len(lengths - {None})}, values of top-k: {len(topks - {None})}.",
         "scaling": f"Scaling: needs at least three sizes of one family of variants, found {sizes}.",
         "diagnostics": "Recall and gates: needs runs with callbacks=diagnostics.",
     }

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import math
 import re
-from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 from vsa_kernels.operators import elementwise_ops
@@ -50,6 +52,8 @@ _MOVES = re.compile(
 )
 _ON_GPU, _LAUNCHES = {"kernel", "gpu_memcpy", "gpu_memset"}, {"cuda_runtime", "cuda_driver"}
 _OURS = "vsa_kernels::"
+# the hash in the name of a compiled graph
+_GRAPH = re.compile(r"(?<=CompiledFxGraph) \w+| ?## ?")
 _BYTES = {
     "float": 4, "double": 8, "c10::BFloat16": 2, "c10::Half": 2, "int": 4, "long int": 8, "bool": 1, "unsigned char": 1,
 }  # fmt: skip
@@ -67,12 +71,15 @@ class StepTimes:
         flops: FLOPs of linear layers, and of dense attention outside of the sparse operator, from the sizes of their
             arguments.
         bytes: bytes that elementwise operators and copies read and write, from the sizes of their arguments.
+        waited_for: what the time `HOST` went to if the trace has kernels, from the longest: milliseconds of each call
+            without the calls inside it, and its number.
     """
 
     milliseconds: Mapping[str, float]
     hidden: float
     flops: Mapping[str, float]
     bytes: Mapping[str, float]
+    waited_for: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
     @property
     def total(self) -> float:
@@ -89,6 +96,7 @@ class _Call:
     stop: float
     arguments: Mapping[str, Any]
     is_operator: bool
+    is_launch: bool
     parent: _Call | None
     inner: float = field(default=0.0)
     calls_operators: bool = field(default=False)
@@ -125,9 +133,11 @@ def step_times(trace: Sequence[Mapping[str, Any]], window: str, steps: int) -> S
     own = [c for c in calls.get(thread, []) if start <= c.start < stop]
     kernels = [e for e in trace if e.get("ph") == "X" and e.get("cat") in _ON_GPU and start <= float(e["ts"]) < stop]
     if kernels:
-        spent, hidden = _device_times(kernels, launched, own, (start, stop))
+        spent, hidden, waits = _device_times(kernels, launched, own, (start, stop))
+        others = [of for key, of in calls.items() if key != thread and any(c.is_operator for c in of)]
+        waited_for = _waited_for(waits, own, others)
     else:
-        spent, hidden = _host_times(own, stop - start), 0.0
+        spent, hidden, waited_for = _host_times(own, stop - start), 0.0, {}
     inside = [c for of_thread in calls.values() for c in of_thread if start <= c.start < stop and c.is_operator]
     flops, bytes_by_kind = {LINEAR: 0.0, ATTENTION: 0.0}, {ELEMENTWISE: 0.0, COPIES: 0.0}
     for call in inside:
@@ -142,6 +152,7 @@ def step_times(trace: Sequence[Mapping[str, Any]], window: str, steps: int) -> S
         hidden=hidden / 1e3 / steps,
         flops={kind: total / steps for kind, total in flops.items()},
         bytes={kind: total / steps for kind, total in bytes_by_kind.items()},
+        waited_for={name: (us / 1e3 / steps, number / steps) for name, (us, number) in waited_for.items()},
     )
 
 
@@ -169,9 +180,10 @@ def _calls(trace: Sequence[Mapping[str, Any]], window: str) -> tuple[dict[Any, l
             stop=start + float(event["dur"]),
             arguments=event.get("args", {}),
             is_operator=event["cat"] == "cpu_op",
+            is_launch=event["cat"] in _LAUNCHES,
             parent=stack[-1] if stack else None,
         )
-        if event["cat"] in _LAUNCHES:
+        if call.is_launch:
             launched[call.arguments.get("correlation")] = call
         if call.parent is not None:
             call.parent.inner += call.stop - call.start
@@ -213,8 +225,8 @@ def only_moves(name: str) -> bool:
 
 def _device_times(
     kernels: Sequence[Mapping[str, Any]], launched: Mapping[Any, _Call], own: Sequence[_Call], window: Interval
-) -> tuple[dict[str, float], float]:
-    """Microseconds of each kind, and of communication concurrent with computation."""
+) -> tuple[dict[str, float], float, Sequence[Interval]]:
+    """Microseconds of each kind, and of communication concurrent with computation, and when the host was waited for."""
     spent = dict.fromkeys(KINDS, 0.0)
     computing: list[Interval] = []
     moving: list[Interval] = []
@@ -237,9 +249,64 @@ def _device_times(
     rest = _without(idle, fetching)
     spent[DATA] = _length(idle) - _length(rest)
     waiting = merged([(c.start, c.stop) for c in own if c.name.endswith("Synchronize")])
-    spent[HOST] = _length(_without(rest, waiting))
+    waits = _without(rest, waiting)
+    spent[HOST] = _length(waits)
     spent[IDLE] = _length(rest) - spent[HOST]
-    return spent, _length(merged(moving)) - spent[COMMUNICATION]
+    return spent, _length(merged(moving)) - spent[COMMUNICATION], waits
+
+
+def _waited_for(
+    waits: Sequence[Interval], own: Sequence[_Call], others: Sequence[Sequence[_Call]]
+) -> dict[str, tuple[float, float]]:
+    """Microseconds of `waits` by the innermost call, and number of these calls."""
+    spent: dict[str, float] = defaultdict(float)
+    number: dict[str, int] = defaultdict(int)
+    # while a thread of the backward works, the step's own waits for it
+    rest = _without(waits, merged((call.start, call.stop) for calls in others for call in calls))
+    for calls, part in (*((calls, waits) for calls in others), (own, rest)):
+        before = _length_before(part)
+        for start, stop, call in _innermost(calls):
+            if us := before(stop) - before(start):
+                spent[_title(call)] += us
+        for call in calls:
+            number[_title(call)] += before(call.stop) > before(call.start)
+    spent["Python elsewhere"] = max(0.0, _length(waits) - sum(spent.values()))
+    return {name: (us, number[name]) for name, us in sorted(spent.items(), key=lambda item: -item[1])}
+
+
+def _title(call: _Call) -> str:
+    """What a call is listed as: an operator or a launch by its name, a region as the Python in it."""
+    name = _GRAPH.sub("", call.name)
+    return name if call.is_operator or call.is_launch else f"Python in {name.rpartition(']')[2]}"
+
+
+def _innermost(calls: Sequence[_Call]) -> Iterator[tuple[float, float, _Call]]:
+    """Disjoint parts of the time of a thread's calls, each with the innermost call."""
+    stack: list[_Call] = []
+    at = -math.inf
+    for call in [*calls, None]:
+        reached = math.inf if call is None else call.start
+        while stack and stack[-1].stop <= reached:
+            done = stack.pop()
+            yield at, max(at, done.stop), done
+            at = max(at, done.stop)
+        if call is not None:
+            if stack:
+                yield at, reached, stack[-1]
+            at = reached
+            stack.append(call)
+
+
+def _length_before(intervals: Sequence[Interval]) -> Callable[[float], float]:
+    """The length of ascending, disjoint intervals up to a time."""
+    starts = [a for a, _ in intervals]
+    sums = [0.0, *accumulate(b - a for a, b in intervals)]
+
+    def before(time: float) -> float:
+        i = bisect_right(starts, time)
+        return sums[i] - max(0.0, intervals[i - 1][1] - time) if i else 0.0
+
+    return before
 
 
 def _host_times(own: Sequence[_Call], total: float) -> dict[str, float]:

@@ -33,6 +33,8 @@ from vsa.training.step_flops import StepFlops
 from vsa.training.step_times import AVERAGE, NORMS, OPERATOR, OPTIMIZER, StepTimes, step_times
 
 WINDOW = "profiled steps"
+_WAITED_FOR = 8
+"""Rows of what the host did while the device waited for it; profile.json has all."""
 
 
 class Regions(Profiler):
@@ -59,7 +61,8 @@ class StepProfile(L.Callback):
     compares each time with its floor: FLOPs at the speed of a large matrix product, or bytes at the bandwidth of a
     large copy, both measured on the device afterwards. What activation checkpointing computes again is part of the
     floors of linear layers and of other attention, not of the operator's. The profiler itself takes host time, so the
-    table has the time of a step with and without it. With several ranks only rank 0 is traced.
+    table has the time of a step with and without it. Where the device waits for the host, the table lists the calls and
+    regions that took longest. With several ranks only rank 0 is traced.
 
     Args:
         run_dir: folder of the two files.
@@ -161,6 +164,9 @@ class StepProfile(L.Callback):
                 for kind, ms in times.milliseconds.items()
                 if ms or kind in floors
             },
+            "waited_for": {
+                name: {"milliseconds": ms, "calls": calls} for name, (ms, calls) in times.waited_for.items()
+            },
             "communication_hidden_milliseconds": times.hidden,
             "matrix_flops_per_second": speed,
             "copy_bytes_per_second": bandwidth,
@@ -216,6 +222,11 @@ def _table(times: StepTimes, floors: dict[str, float], record: dict[str, Any]) -
         if ms or kind in floors:
             floor = f"{floors[kind]:.3g}" if kind in floors else ""
             table.add_row(kind, f"{ms:.3g}", f"{ms / times.total:.1%}", floor)
+    if times.waited_for:
+        table.add_section()
+        table.add_row("the host's part, by the innermost call")
+    for name, (ms, calls) in list(times.waited_for.items())[:_WAITED_FOR]:
+        table.add_row(f"  {name}" + (f", {calls:.3g} calls" if calls else ""), f"{ms:.3g}", f"{ms / times.total:.1%}")
     table.add_section()
     table.add_row("the step, profiled", f"{times.total:.4g}")
     table.add_row("the step without the profiler", f"{record['milliseconds']:.4g}")
