@@ -60,7 +60,7 @@ def test_top_k_by_length(tmp_path: Path):
     runs = find_runs([tmp_path / "k2-n100-seed0", tmp_path / "k4-n100-seed0"])[1]
     variants = compared(group(runs))
     assert "topk_by_length" not in {chart.key for chart in charts(variants)}
-    assert any("found 1 lengths and 2 values of top-k" in line for line in not_shown(variants, []))
+    assert any("lengths found: 1, values of top-k: 2" in line for line in not_shown(variants, []))
     assert sequence_length(runs[0]) == 100
 
 
