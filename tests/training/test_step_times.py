@@ -154,6 +154,8 @@ def test_graphs_are_told_without_their_hash_and_the_backward_before_the_thread_t
 
     trace = [*WINDOW, event("user_annotation", "M.backward", 100, 600), graph("fab1", 150, 2), graph("fzz2", 300, 2)]
     trace += [*launch("aten::mm", 0, 1), kernel("gemm", 20, 80, 1)]
+    # a thread without operators launches no kernel: the one that locks memory for the loader
+    trace += [event("cuda_runtime", "cudaHostAlloc", 400, 500, 3)]
     waited_for = step_times(trace, "window", 1).waited_for
     assert waited_for == {
         # 100 to 700, without the two graphs
