@@ -94,6 +94,15 @@ def archived(name: str) -> set[str]:
         return {Path(path).parent.name for path in tar.getnames()}
 
 
+def unscored(name: str) -> set[str]:
+    """Names of the runs in the archive of a leg whose clips were not scored."""
+    if not archive(name).is_file():
+        return set()
+    with tarfile.open(archive(name)) as tar:
+        scored = {Path(path).parent.name for path in tar.getnames() if path.endswith("/score.json")}
+    return archived(name) - scored
+
+
 def finished(name: str) -> dict[str, list[Run]]:
     """Archived runs of a leg by variant, in the order of their seeds."""
     by_name: dict[str, list[Run]] = {}

@@ -44,6 +44,7 @@ class Leg:
         alone: whether one run has the GPU at a time, whose steps are timed.
         scored: whether clips of its runs are scored.
         best_of: another leg, whose best variants, VSA and the dense model run in this one.
+        repeats: another leg, whose archived runs without scores run in this one once more.
     """
 
     sweep: str
@@ -55,6 +56,7 @@ class Leg:
     alone: bool = False
     scored: bool = True
     best_of: str | None = None
+    repeats: str | None = None
 
     @property
     def variants(self) -> dict[str, list[str]]:
@@ -75,6 +77,7 @@ LEGS = {
     "times": _times("race"),
     "times_long": _times("race_long", *LONG),
     "scratch": Leg(sweep="race", settings=(FROM_SCRATCH, POINTS), seeds=(0, 1, 2), minutes=1.4),
+    "again": Leg(sweep="race", settings=(FROM_SCRATCH, POINTS), seeds=(0, 1, 2), minutes=1.4, repeats="scratch"),
     "second": Leg(
         sweep="race", settings=("flop_budget=5e16", POINTS), seeds=(0, 1, 2, 3, 4), minutes=3.2, best_of="scratch"
     ),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from benchmarks.race.archive import archived, finished
+from benchmarks.race.archive import archived, finished, unscored
 from benchmarks.race.legs import BEST, DENSE, LEGS, REFERENCE, START, folder
 from benchmarks.race.ranking import loss_of, ranked
 from vsa.reports.runs import Run
@@ -49,6 +49,8 @@ def points(name: str, seeds: Sequence[int]) -> dict[str, list[str]]:
         ValueError: a leg that decides on variants or learning rates is incomplete.
     """
     leg = LEGS[name]
+    if leg.repeats:
+        return {key: own for key, own in points(leg.repeats, seeds).items() if key in unscored(leg.repeats)}
     best = {} if leg.rates or not leg.own_rate else best_rates()
     all_points = {}
     for seed in seeds:
@@ -66,6 +68,8 @@ def points(name: str, seeds: Sequence[int]) -> dict[str, list[str]]:
 def to_go(name: str) -> int:
     """Number of runs of a leg that its archive has not."""
     leg = LEGS[name]
+    if leg.repeats:
+        return len(unscored(leg.repeats)) - len(archived(name))
     count = BEST + 2 if leg.best_of else len(leg.variants)
     return count * len(leg.seeds) * max(1, len(leg.rates)) - len(archived(name))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -34,11 +35,13 @@ def table(name: str) -> Iterator[str]:
         yield from _rates_table(runs_by_name)
     elif leg.alone:
         yield from _times_table(step_times(name))
+    elif leg.repeats:
+        yield from _repeats_table(finished(leg.repeats), runs_by_name)
     else:
         rows = ranked(runs_by_name)
         yield from _losses_table(rows, leg.seeds, step_times(name))
         yield ""
-        yield from _details_table(rows)
+        yield from _details_table(rows, _repeats_of(name))
         yield from _versions(rows)
 
 
@@ -52,6 +55,25 @@ def _rates_table(runs_by_name: Mapping[str, Sequence[Run]]) -> Iterator[str]:
         best = f"{min(own.values()):.4f}"
         cells = [f"**{cell}**" if cell == best else cell for cell in cells]
         yield _line([name, f"{runs_by_name[name][0].steps:,}", *cells])
+
+
+def _repeats_of(name: str) -> dict[str, Run]:
+    """Repeats of the runs of a leg, by name."""
+    legs = [key for key, leg in LEGS.items() if leg.repeats == name]
+    return {run.folder.name: run for key in legs for runs in finished(key).values() for run in runs}
+
+
+def _repeats_table(first: Mapping[str, Sequence[Run]], again: Mapping[str, Sequence[Run]]) -> Iterator[str]:
+    """Losses of runs that were made twice."""
+    before = {run.folder.name: run for runs in first.values() for run in runs}
+    yield from _heads(["run", "loss", "once more", "apart"])
+    losses = [
+        (run.folder.name, loss_of(before[run.folder.name]), loss_of(run)) for runs in again.values() for run in runs
+    ]
+    for name, old, new in sorted(losses):
+        yield _line([name, f"{old:.4f}", f"{new:.4f}", f"{new - old:+.4f}"])
+    # the variance of a difference is twice that of a run
+    yield f"standard deviation of a run: {math.sqrt(fmean((new - old) ** 2 for _, old, new in losses) / 2):.4f}"
 
 
 def _times_table(times: Mapping[str, tuple[float, float]]) -> Iterator[str]:
@@ -74,8 +96,8 @@ def _losses_table(rows: Sequence[Row], seeds: Sequence[int], times: Mapping[str,
         yield _line([*cells, apart, mean, "" if row.p is None else f"{row.p:.2g}", row.verdict])
 
 
-def _details_table(rows: Sequence[Row]) -> Iterator[str]:
-    """Losses by number of tiles and noise level, and scores of clips."""
+def _details_table(rows: Sequence[Row], repeats: Mapping[str, Run]) -> Iterator[str]:
+    """Losses by number of tiles and noise level, and scores of clips, of a repeat where the run has none."""
     at_points = list(dict.fromkeys(point for row in rows for run in row.runs for point in run.validation))
     levels = sorted({_tenth(level) for _, level in rows[0].runs[0].validation["current"]})
     noise = [f"noise {low / 10:g} to {(low + 1) / 10:g}" for low in levels]
@@ -85,7 +107,7 @@ def _details_table(rows: Sequence[Row]) -> Iterator[str]:
         current = [item for run in row.runs for item in run.validation["current"].items()]
         by_noise = [[loss for (_, level), loss in current if _tenth(level) == low] for low in levels]
         means = [f"{fmean(losses):.4f}" if losses else "" for losses in (*at, *by_noise)]
-        scores = [scores for run in row.runs if (scores := scores_of(run))]
+        scores = [own for run in row.runs if (own := scores_of(run) or scores_of(repeats.get(run.folder.name, run)))]
         shares = [f"{fmean(own[part] for own in scores):.1%}" if scores else "" for part in SCORES]
         yield _line([row.name, *means, f"{len(scores)} of {len(row.runs)}", *shares])
 

@@ -227,6 +227,55 @@ def test_what_the_archive_and_the_folder_have_is_not_trained_again(folders, fake
     assert ran(folders / "race" / "scratch") == {}
 
 
+def test_runs_without_scores_are_made_once_more_for_them(ablation, fake, monkeypatch):
+    """The loss stays that of the first run; the table has the scores of the second."""
+    fake()
+    names = {"no_tail": ["attention=video_sparse"], "tail_lse": ["attention=full"]}
+    monkeypatch.setattr(points, "variants", lambda name: names)
+    monkeypatch.setattr(points, "best_rates", lambda: dict.fromkeys(names, 2e-3))
+    first, there = finished("scratch"), unpacked("scratch")
+    for run in there.glob("no_tail-seed*"):
+        (run / "score.json").write_text('{"scores": {"clips": {"colour": 0.25, "shape": 0, "motion": 0, "camera": 0}}}')
+    with tarfile.open(archive("scratch"), "w:xz") as tar:
+        for path in there.glob("*/*"):
+            tar.add(path, f"scratch/{path.parent.name}/{path.name}")
+    assert len(points.unscored("scratch")) == 18 - 3
+    assert points.to_go("again") == 15
+    own = points.points("scratch", [0, 1])
+    assert points.points("again", [0, 1]) == {key: own[key] for key in ("tail_lse-seed0", "tail_lse-seed1")}
+    training.train("again", [0, 1], 1)
+    folder = ablation / "race" / "again"
+    assert {*ran(folder)} == {"tail_lse-seed0", "tail_lse-seed1"}
+    # real runs in their place, one with the loss of the first run
+    shutil.rmtree(folder)
+    for seed, source in ((0, "tail_lse-seed0"), (1, "tail_softmax-seed1")):
+        shutil.copytree(there / source, folder / f"tail_lse-seed{seed}")
+        scores = {"scores": {"clips": {"colour": 0.5 + seed / 10, "shape": 0.0, "motion": 0.0, "camera": 0.0}}}
+        (folder / f"tail_lse-seed{seed}" / "score.json").write_text(json.dumps(scores))
+    assert [*pack()] == [f"{archive('again')}: 2 runs more, 2 in all"]
+    assert points.to_go("again") == 13
+    lines = [*tables.table("scratch")]
+    assert [line for line in lines if line.startswith("| tail_lse | 9")] == [
+        line for line in ablation_table(first) if line.startswith("| tail_lse | 9")
+    ]
+    details = lines[lines.index("") :]
+    assert next(line for line in details if line.startswith("| tail_lse |")).count("| 2 of 3 | 55.0% |") == 1
+    assert next(line for line in details if line.startswith("| no_tail |")).count("| 3 of 3 | 25.0% |") == 1
+    old, new = first["tail_lse"][1].val_loss, first["tail_softmax"][1].val_loss
+    assert old is not None
+    assert new is not None
+    heads, _, same, other, noise = tables.table("again")
+    assert heads == "| run | loss | once more | apart |"
+    assert same.endswith("0.0000 |")
+    assert other == f"| tail_lse-seed1 | {old:.4f} | {new:.4f} | {new - old:+.4f} |"
+    # two differences, one of them 0
+    assert noise == f"standard deviation of a run: {abs(new - old) / 2:.4f}"
+
+
+def ablation_table(runs_by_name: dict[str, list[Run]]) -> list[str]:
+    return [*tables._losses_table(ranked(runs_by_name), LEGS["scratch"].seeds, {})]
+
+
 def test_finetuning_begins_with_the_dense_run_of_each_seed(folders, fake):
     fake()
     training.train("finetune", [1, 2], 1)
