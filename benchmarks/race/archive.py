@@ -41,7 +41,9 @@ def pack(*, unscored: bool = False) -> Iterator[str]:
     for name, leg in LEGS.items():
         before = archived(name)
         done = [run for run in sorted(folder(name).glob("*-seed*")) if run.is_dir() and run.name not in before]
-        scored = [run for run in done if not leg.scored or unscored or (run / "score.json").is_file()]
+        scored = [
+            run for run in done if not leg.scored or (unscored and not leg.repeats) or (run / "score.json").is_file()
+        ]
         done = [run for run in scored if is_finished(run)]
         if name == "finetune":
             done = _whole_seeds(done)

@@ -69,7 +69,7 @@ def to_go(name: str) -> int:
     """Number of runs of a leg that its archive has not."""
     leg = LEGS[name]
     if leg.repeats:
-        return len(unscored(leg.repeats)) - len(archived(name))
+        return len(unscored(leg.repeats) - archived(name))
     count = BEST + 2 if leg.best_of else len(leg.variants)
     return count * len(leg.seeds) * max(1, len(leg.rates)) - len(archived(name))
 

@@ -41,8 +41,9 @@ def table(name: str) -> Iterator[str]:
         rows = ranked(runs_by_name)
         yield from _losses_table(rows, leg.seeds, step_times(name))
         yield ""
-        yield from _details_table(rows, _repeats_of(name))
-        yield from _versions(rows)
+        repeats = _repeats_of(name)
+        yield from _details_table(rows, repeats)
+        yield from _versions({row.name: _with_repeats(row.runs, repeats) for row in rows})
 
 
 def _rates_table(runs_by_name: Mapping[str, Sequence[Run]]) -> Iterator[str]:
@@ -63,17 +64,23 @@ def _repeats_of(name: str) -> dict[str, Run]:
     return {run.folder.name: run for key in legs for runs in finished(key).values() for run in runs}
 
 
+def _with_repeats(runs: Sequence[Run], repeats: Mapping[str, Run]) -> list[Run]:
+    return [*runs, *(repeats[run.folder.name] for run in runs if run.folder.name in repeats)]
+
+
 def _repeats_table(first: Mapping[str, Sequence[Run]], again: Mapping[str, Sequence[Run]]) -> Iterator[str]:
     """Losses of runs that were made twice."""
     before = {run.folder.name: run for runs in first.values() for run in runs}
+    pairs = {run.folder.name: (before[run.folder.name], run) for _, runs in sorted(again.items()) for run in runs}
     yield from _heads(["run", "loss", "once more", "apart"])
-    losses = [
-        (run.folder.name, loss_of(before[run.folder.name]), loss_of(run)) for runs in again.values() for run in runs
-    ]
-    for name, old, new in sorted(losses):
-        yield _line([name, f"{old:.4f}", f"{new:.4f}", f"{new - old:+.4f}"])
+    apart = []
+    for name, (old, new) in pairs.items():
+        apart.append(loss_of(new) - loss_of(old))
+        yield _line([name, f"{loss_of(old):.4f}", f"{loss_of(new):.4f}", f"{apart[-1]:+.4f}"])
+    yield ""
     # the variance of a difference is twice that of a run
-    yield f"standard deviation of a run: {math.sqrt(fmean((new - old) ** 2 for _, old, new in losses) / 2):.4f}"
+    yield f"standard deviation of a run: {math.sqrt(fmean(x**2 for x in apart) / 2):.4f}"
+    yield from _versions(pairs)
 
 
 def _times_table(times: Mapping[str, tuple[float, float]]) -> Iterator[str]:
@@ -107,21 +114,26 @@ def _details_table(rows: Sequence[Row], repeats: Mapping[str, Run]) -> Iterator[
         current = [item for run in row.runs for item in run.validation["current"].items()]
         by_noise = [[loss for (_, level), loss in current if _tenth(level) == low] for low in levels]
         means = [f"{fmean(losses):.4f}" if losses else "" for losses in (*at, *by_noise)]
-        scores = [own for run in row.runs if (own := scores_of(run) or scores_of(repeats.get(run.folder.name, run)))]
+        first = [own for run in row.runs if (own := scores_of(run))]
+        second = [
+            own for run in row.runs if not scores_of(run) and (own := scores_of(repeats.get(run.folder.name, run)))
+        ]
+        scores = [*first, *second]
         shares = [f"{fmean(own[part] for own in scores):.1%}" if scores else "" for part in SCORES]
-        yield _line([row.name, *means, f"{len(scores)} of {len(row.runs)}", *shares])
+        of_repeats = f", {len(second)} of repeats" if second else ""
+        yield _line([row.name, *means, f"{len(scores)} of {len(row.runs)}{of_repeats}", *shares])
 
 
 def _tenth(noise_level: float) -> int:
     return min(9, int(10 * noise_level))
 
 
-def _versions(rows: Sequence[Row]) -> Iterator[str]:
-    """A line for each variant whose runs are of several versions of the code."""
-    for row in rows:
-        versions = sorted({str(commit) for run in row.runs for commit in run.manifest.get("commits") or ["unknown"]})
+def _versions(runs_by_name: Mapping[str, Sequence[Run]]) -> Iterator[str]:
+    """A line for each variant, or run and its repeat, of several versions of the code."""
+    for name, runs in runs_by_name.items():
+        versions = sorted({str(commit) for run in runs for commit in run.manifest.get("commits") or ["unknown"]})
         if len(versions) > 1:
-            yield f"{row.name}: runs of {len(versions)} versions of the code, {', '.join(versions)}"
+            yield f"{name}: runs of {len(versions)} versions of the code, {', '.join(versions)}"
 
 
 def _heads(heads: Sequence[str]) -> list[str]:

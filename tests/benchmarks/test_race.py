@@ -252,19 +252,28 @@ def test_runs_without_scores_are_made_once_more_for_them(ablation, fake, monkeyp
         shutil.copytree(there / source, folder / f"tail_lse-seed{seed}")
         scores = {"scores": {"clips": {"colour": 0.5 + seed / 10, "shape": 0.0, "motion": 0.0, "camera": 0.0}}}
         (folder / f"tail_lse-seed{seed}" / "score.json").write_text(json.dumps(scores))
-    assert [*pack()] == [f"{archive('again')}: 2 runs more, 2 in all"]
+    manifest = folder / "tail_lse-seed1" / "run.json"
+    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "commits": ["later"]}))
+    # a repeat without scores is of no use
+    shutil.copytree(there / "tail_lse-seed2", folder / "tail_lse-seed2")
+    assert [*pack(unscored=True)] == [f"{archive('again')}: 2 runs more, 2 in all"]
     assert points.to_go("again") == 13
     lines = [*tables.table("scratch")]
     assert [line for line in lines if line.startswith("| tail_lse | 9")] == [
         line for line in ablation_table(first) if line.startswith("| tail_lse | 9")
     ]
     details = lines[lines.index("") :]
-    assert next(line for line in details if line.startswith("| tail_lse |")).count("| 2 of 3 | 55.0% |") == 1
+    assert (
+        next(line for line in details if line.startswith("| tail_lse |")).count("| 2 of 3, 2 of repeats | 55.0% |") == 1
+    )
     assert next(line for line in details if line.startswith("| no_tail |")).count("| 3 of 3 | 25.0% |") == 1
     old, new = first["tail_lse"][1].val_loss, first["tail_softmax"][1].val_loss
     assert old is not None
     assert new is not None
-    heads, _, same, other, noise = tables.table("again")
+    heads, _, same, other, end, noise, *versions = tables.table("again")
+    assert end == ""
+    assert versions == ["tail_lse-seed1: runs of 2 versions of the code, de755b8b, later"]
+    assert "tail_lse: runs of 2 versions of the code, de755b8b, later" in lines
     assert heads == "| run | loss | once more | apart |"
     assert same.endswith("0.0000 |")
     assert other == f"| tail_lse-seed1 | {old:.4f} | {new:.4f} | {new - old:+.4f} |"

@@ -152,14 +152,19 @@ def test_graphs_are_told_without_their_hash_and_the_backward_before_the_thread_t
     def graph(name, ts, tid):
         return event("cpu_op", f"## Call CompiledFxGraph {name} ##", ts, 100, tid)
 
-    trace = [*WINDOW, event("user_annotation", "M.backward", 100, 600), graph("fab1", 150, 2), graph("fzz2", 300, 2)]
+    trace = [
+        *WINDOW,
+        event("user_annotation", "[X]M.backward[0]", 100, 600),
+        graph("fab1", 150, 2),
+        graph("fzz2", 300, 2),
+    ]
     trace += [*launch("aten::mm", 0, 1), kernel("gemm", 20, 80, 1)]
     # a thread without operators launches no kernel: the one that locks memory for the loader
     trace += [event("cuda_runtime", "cudaHostAlloc", 400, 500, 3)]
     waited_for = step_times(trace, "window", 1).waited_for
     assert waited_for == {
         # 100 to 700, without the two graphs
-        "Python in M.backward": (pytest.approx(0.4), 1),
+        "Python in M.backward[0]": (pytest.approx(0.4), 1),
         # 4 to 20 and 700 to 1000
         "Python elsewhere": (pytest.approx(0.316), 0),
         "Call CompiledFxGraph": (pytest.approx(0.2), 2),
@@ -168,9 +173,22 @@ def test_graphs_are_told_without_their_hash_and_the_backward_before_the_thread_t
     }
 
 
+def test_a_call_counts_where_its_own_time_is_waited_for():
+    inner = [event("cpu_op", "aten::linear", 210, 80), event("cuda_runtime", "cudaLaunchKernel", 220, 60)]
+    trace = [*WINDOW, event("cpu_op", "aten::linear", 200, 100), *inner, *launch("aten::mm", -20, 1)]
+    # the device waits from 230 to 250, inside the launch, and from 292 to 1000
+    trace += [kernel("gemm", 0, 230, 1), kernel("gemm", 250, 42, 1)]
+    waited_for = step_times(trace, "window", 1).waited_for
+    assert waited_for == {
+        "Python elsewhere": (pytest.approx(0.7), 0),
+        "cudaLaunchKernel": (pytest.approx(0.02), 1),
+        "aten::linear": (pytest.approx(0.008), 1),
+    }
+
+
 @given(st.data())
 def test_calls_that_a_device_waits_for_add_up_to_the_time_of_the_host(data):
-    """Nested calls at random on two threads, kernels at random beside them."""
+    """Nested calls at random on three threads, kernels at random beside them."""
     moments = sorted(data.draw(st.lists(st.integers(0, 999), min_size=2, max_size=30, unique=True)))
 
     def nested(inside, tid):
@@ -181,7 +199,13 @@ def test_calls_that_a_device_waits_for_add_up_to_the_time_of_the_host(data):
         own = event(cat, name, inside[0], inside[cut] - inside[0], tid)
         return [own, *nested(inside[1:cut], tid), *nested(inside[cut:], tid)]
 
-    trace = [*WINDOW, *nested(moments, 1), *nested(moments[::2], 2), *launch("aten::mm", -20, 1)]
+    trace = [
+        *WINDOW,
+        *nested(moments, 1),
+        *nested(moments[::2], 2),
+        *nested(moments[1::3], 3),
+        *launch("aten::mm", -20, 1),
+    ]
     starts = data.draw(st.lists(st.integers(0, 990), min_size=1, max_size=8, unique=True))
     times = step_times([*trace, *(kernel("gemm", ts, 25, 1) for ts in starts)], "window", 1)
     assert sum(ms for ms, _ in times.waited_for.values()) == pytest.approx(times.milliseconds[HOST])

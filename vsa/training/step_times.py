@@ -52,6 +52,8 @@ _MOVES = re.compile(
 )
 _ON_GPU, _LAUNCHES = {"kernel", "gpu_memcpy", "gpu_memset"}, {"cuda_runtime", "cuda_driver"}
 _OURS = "vsa_kernels::"
+# the kind of object in the name of a hook: [Strategy]SingleDeviceStrategy.backward
+_OWNER = re.compile(r"^\[\w+\]\.?")
 # the hash in the name of a compiled graph
 _GRAPH = re.compile(r"(?<=CompiledFxGraph) \w+| ?## ?")
 _BYTES = {
@@ -260,24 +262,25 @@ def _waited_for(
 ) -> dict[str, tuple[float, float]]:
     """Microseconds of `waits` by the innermost call, and number of these calls."""
     spent: dict[str, float] = defaultdict(float)
-    number: dict[str, int] = defaultdict(int)
+    seen: dict[str, set[int]] = defaultdict(set)
+    rest = waits
     # while a thread of the backward works, the step's own waits for it
-    rest = _without(waits, merged((call.start, call.stop) for calls in others for call in calls))
-    for calls, part in (*((calls, waits) for calls in others), (own, rest)):
-        before = _length_before(part)
+    for calls in (*others, own):
+        before = _length_before(rest)
         for start, stop, call in _innermost(calls):
-            if us := before(stop) - before(start):
+            if (us := before(stop) - before(start)) > 0:
                 spent[_title(call)] += us
-        for call in calls:
-            number[_title(call)] += before(call.stop) > before(call.start)
-    spent["Python elsewhere"] = max(0.0, _length(waits) - sum(spent.values()))
-    return {name: (us, number[name]) for name, us in sorted(spent.items(), key=lambda item: -item[1])}
+                seen[_title(call)].add(id(call))
+        rest = _without(rest, merged((call.start, call.stop) for call in calls))
+    if rest:
+        spent["Python elsewhere"] = _length(rest)
+    return {name: (us, len(seen[name])) for name, us in sorted(spent.items(), key=lambda item: -item[1])}
 
 
 def _title(call: _Call) -> str:
     """What a call is listed as: an operator or a launch by its name, a region as the Python in it."""
     name = _GRAPH.sub("", call.name)
-    return name if call.is_operator or call.is_launch else f"Python in {name.rpartition(']')[2]}"
+    return name if call.is_operator or call.is_launch else f"Python in {_OWNER.sub('', name)}"
 
 
 def _innermost(calls: Sequence[_Call]) -> Iterator[tuple[float, float, _Call]]:

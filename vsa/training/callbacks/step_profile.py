@@ -15,6 +15,7 @@ import torch
 from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -226,7 +227,9 @@ def _table(times: StepTimes, floors: dict[str, float], record: dict[str, Any]) -
         table.add_section()
         table.add_row("the host's part, by the innermost call")
     for name, (ms, calls) in list(times.waited_for.items())[:_WAITED_FOR]:
-        table.add_row(f"  {name}" + (f", {calls:.3g} calls" if calls else ""), f"{ms:.3g}", f"{ms / times.total:.1%}")
+        table.add_row(
+            f"  {escape(name)}" + (f", {calls:.3g} calls" if calls else ""), f"{ms:.3g}", f"{ms / times.total:.1%}"
+        )
     table.add_section()
     table.add_row("the step, profiled", f"{times.total:.4g}")
     table.add_row("the step without the profiler", f"{record['milliseconds']:.4g}")
