@@ -32,6 +32,8 @@ def train(name: str, seeds: Sequence[int], jobs: int) -> None:
     """
     leg, there = LEGS[name], archived(name)
     own = {point: settings for point, settings in points(name, seeds).items() if point not in there}
+    if not own:
+        print(f"{name}: nothing to train with seeds {', '.join(map(str, seeds))}")
     if name == "finetune" and own:
         dense = [FROM_SCRATCH, "attention=full", f"optim.lr={best_rates()[DENSE]}"]
         left = sorted({int(point.rpartition("-seed")[2]) for point in own})
