@@ -354,13 +354,15 @@ PARTS: tuple[Stage, ...] = (fine, coarse, transpose, pooling, selection, groupin
 NOT_IN_FP32 = ("skipping_attn",)
 
 
-def stage_of(operator: Operator) -> Stage:
-    """All calls of an operator, at the sizes of the problem and, if models have some of their own, at these."""
+def stage_of(operator: Operator, *, widest: bool = False) -> Stage:
+    """All calls of an operator, at the sizes of the problem and, if models have some of their own, at these, or at the
+    widest of them."""
+    heads = sorted((h * d, h, d) for _, _, h, d in operator.sizes.values())[-1 if widest else 0 :]
 
     def stage(p: Problem) -> None:
         if p.dtype == "fp32" and operator.name in NOT_IN_FP32:
             return
-        models = (p.drawn(q_sizes=[999], heads=h, kv_heads=h, head_dim=d) for _, _, h, d in operator.sizes.values())
+        models = (p.drawn(q_sizes=[999], heads=h, kv_heads=h, head_dim=d) for _, h, d in heads)
         for case in (p.drawn(), *models):
             for call in operator.cases(case):
                 call.run("triton")
@@ -369,9 +371,9 @@ def stage_of(operator: Operator) -> Stage:
     return stage
 
 
-def all_stages() -> tuple[Stage, ...]:
+def all_stages(*, widest: bool = False) -> tuple[Stage, ...]:
     """Parts of operators at more sizes than these meet, and every operator of the records."""
-    return (*PARTS, *map(stage_of, OPERATORS.values()))
+    return (*PARTS, *(stage_of(operator, widest=widest) for operator in OPERATORS.values()))
 
 
 def annealing(topk: int, capacity: int) -> None:
@@ -405,7 +407,7 @@ def plan(name: str) -> Iterator[tuple[str, Callable[[], None]]]:
     gathered = stage_of(OPERATORS["gathered_attn"])
     if name == "quick":
         ragged = replace(tuned, even=False, group=2)
-        problems = {tuned: (*all_stages(), long_rows), ragged: by_shape}
+        problems = {tuned: (*all_stages(widest=True), long_rows), ragged: by_shape}
         problems |= {replace(p, masked=True): (fine,) for p in (tuned, ragged)}
         problems |= {replace(p, blocks=(128, 128)): (tiles_of_128,) for p in (tuned, ragged)}
     elif name == "tuned":
