@@ -348,11 +348,11 @@ def check_kind(value: Any, kind: Any, name: object, key: str = "") -> None:
                     raise ValueError(f"{name} lacks {f'{key}.' if key else ''}{part_name}")
 
 
-def read_yaml(path: str | Path, *, kind: Any = dict, limit: int = YAML_LIMIT, inside: Path | None = None) -> Any:
+def read_yaml(path: str | Path, *, kind: Any = dict) -> Any:
     """The value in a YAML file of plain data; arguments and errors as in `read_bytes` and `parse_json`."""
     import yaml
 
-    text = read_text(path, limit=limit, inside=inside)
+    text = read_text(path, limit=YAML_LIMIT)
     check_yaml(text, path)
     try:
         # the C parser needs a tenth of the time
@@ -398,7 +398,7 @@ def check_yaml(text: str, name: object) -> None:
 
 
 def read_csv(
-    path: str | Path, columns: Collection[str] = (), *, growing: bool = False, limit: int = CSV_LIMIT
+    path: str | Path, columns: Collection[str] = (), *, growing: bool = False
 ) -> tuple[list[str], list[dict[str, str]]]:
     """Columns and rows of a table with a header.
 
@@ -406,13 +406,12 @@ def read_csv(
         path: CSV file.
         columns: names that the header must have.
         growing: a process may be writing the file: rows that a kill has cut are left out.
-        limit: maximum number of bytes.
 
     Raises:
         ValueError: the file is damaged, lacks a column, or has a row of another length than its header.
         OSError: the file is missing or not readable.
     """
-    lines = list(io.StringIO(read_text(path, limit=limit)))
+    lines = list(io.StringIO(read_text(path, limit=CSV_LIMIT)))
     if growing and lines and not lines[-1].endswith("\n"):
         del lines[-1]
     rows = []
@@ -472,7 +471,7 @@ def inner_name(name: Any, where: object) -> str:
     return name
 
 
-def refuse_others(folder: Path, names: tuple[str, ...], maker: str, option: str) -> None:
+def refuse_others(folder: Path, names: tuple[str, ...], maker: str) -> None:
     """Raise ValueError for files that a command would replace and has not written; the first name is its record."""
     there = [name for name in names if (folder / name).exists()]
     try:
@@ -480,4 +479,4 @@ def refuse_others(folder: Path, names: tuple[str, ...], maker: str, option: str)
     except (OSError, ValueError):
         ours = False
     if there and not ours:
-        raise ValueError(f"{folder / there[0]} is not from `{maker}`: choose another folder with {option}")
+        raise ValueError(f"{folder / there[0]} is not from `{maker}`: choose another folder with --out")

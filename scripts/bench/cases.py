@@ -19,6 +19,8 @@ from vsa_kernels import block_mean_pool, block_sparse_attn, block_sparse_kernels
 from vsa_kernels.coarse_fine import coarse_fine_attn
 from vsa_kernels.operators import OPERATORS
 
+from vsa.evaluation.comparison.timing import fast_dense
+
 from . import checks
 from .captured import Rankings, describe
 from .checks import Layer
@@ -33,7 +35,7 @@ from .problems import SELECTION_SHAPES, Problem, Shape, pair_counts, problem
 from .selection import check_selection, selection
 from .step import TEXT_TOKENS, TrainingStep, attention_of, model_size
 from .tail import check_tail, tail
-from .timing import BACKWARD, BOTH, FORWARD, Measured, Op, Setup, Skipped, against, breakdown, fast_sdpa, measure, say
+from .timing import BACKWARD, BOTH, FORWARD, Measured, Op, Setup, Skipped, against, breakdown, measure, say
 
 # most bytes of scores in memory at a time, as in the operator
 _SCORE_BYTES = 64 << 20
@@ -249,7 +251,7 @@ def measure_shape(case: str, shape: Shape, setup: Setup) -> Measured:
         return Measured([], {case: "needs query blocks of one tile"})
     if shape.group > 1 and case not in ("fine", "selection"):
         raise ValueError(f"shape {shape.name} has query blocks of several tiles: only fine and selection support it")
-    with fast_sdpa(setup.device) if case in NETWORK_CASES else nullcontext():
+    with fast_dense(setup.device) if case in NETWORK_CASES else nullcontext():
         result = CASES[case].run(shape, setup)
     common = {**shape.row(), "dtype": str(setup.dtype).removeprefix("torch.")}
     if case not in OWN_LISTS and CASES[case].shapes is None:

@@ -7,7 +7,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -16,7 +15,6 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import profile, record_function
 
 from vsa.models.recompute import Level
@@ -235,12 +233,6 @@ def gpu_times(step: Callable[[], object], count: int, flush: Tensor, ahead: bool
         end.record()
     torch.cuda.synchronize()
     return [start.elapsed_time(end) for start, end in events]
-
-
-def fast_sdpa(device: torch.device) -> AbstractContextManager[Any]:
-    """Context in which SDPA prefers cuDNN on a GPU, also in the cross-attention."""
-    order = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-    return sdpa_kernel(order, set_priority=True) if device.type == "cuda" else nullcontext()
 
 
 def added(name: str, parts: Sequence[tuple[float, dict[str, Any]]]) -> dict[str, Any]:

@@ -108,31 +108,25 @@ def write_golden(
     folder: str | Path,
     *,
     layers: Sequence[int] | None = None,
-    grid_thw: Grid | None = None,
-    topk: int | None = None,
-    seed: int = 0,
     tolerance: float = TOLERANCE,
 ) -> Path:
     """Write `golden.safetensors` into an exported folder and reference it in its `sparse_attention.json`.
 
-    Inputs are standard normal. A layer with a near tie in its selection gets the input of the next seed, so that
-    rounding does not decide which tiles are compared.
+    The grid has one full and one partial tile in time, two full and one partial in height, two in width, and is so
+    large that each window leaves out a token. Layers that are not dense keep a quarter of the tiles, or all if the
+    method does not select. Inputs are standard normal. A layer with a near tie in its selection gets the input of the
+    next seed, so that rounding does not decide which tiles are compared.
 
     Args:
         model: model with the folder's own weights (`open_network`), in float32.
         folder: folder with a `sparse_attention.json`.
         layers: layers to write; None: all, but only the first one for grids above 4096 tokens, which windows of a fixed
             number of tokens can need.
-        grid_thw: token grid; None: in time one full and one partial tile, in height two full and one partial, in width
-            two, and at least large enough that each window leaves out a token.
-        topk: kv tiles per query tile of layers that are not dense; None: a quarter of the tiles, or all if the method
-            does not select.
-        seed: seed of the first input; layers and retries use the following ones.
         tolerance: see `GoldenError`.
 
     Raises:
-        ValueError: an unknown layer, a top-k above the tiles of the grid, weights that are not float32, a missing
-            `sparse_attention.json` or that of another model, or no unambiguous selection.
+        ValueError: an unknown layer, weights that are not float32, a missing `sparse_attention.json` or that of another
+            model, or no unambiguous selection.
     """
     folder = Path(folder)
     sparse = read_sparse_config(folder)
@@ -140,22 +134,17 @@ def write_golden(
     for name, parameter in model.named_parameters():
         if parameter.dtype != torch.float32:
             raise ValueError(f"golden tensors are computed in float32, {name} is {parameter.dtype}")
-    grid = _golden_grid(model, sparse) if grid_thw is None else grid_thw
+    grid = _golden_grid(model, sparse)
     if layers is None:
         layers = range(len(model.blocks) if math.prod(grid) <= _MANY_TOKENS else 1)
     layers = list(layers)
     if any(not 0 <= layer < len(model.blocks) for layer in layers):
         raise ValueError(f"layers must be in 0..{len(model.blocks) - 1}, got {layers}")
     num_tiles = _layout(model, grid, torch.device("cpu")).num_video_tiles
-    if not sparse.selects and topk is not None:
-        raise ValueError(f"topk {topk} does not apply to {sparse.method}: it selects no tiles")
-    if topk is None:
-        topk = max(1, num_tiles // 4) if model.selects else num_tiles
-    if not 1 <= topk <= num_tiles:
-        raise ValueError(f"topk must be in 1..{num_tiles}, the tiles of grid {grid}, got {topk}")
+    topk = max(1, num_tiles // 4) if model.selects else num_tiles
 
     tensors, cases = {}, []
-    seeds = itertools.count(seed)
+    seeds = itertools.count()
     for layer in layers:
         layer_topk = num_tiles if layer in sparse.dense_layers else topk
         dense = layer in sparse.dense_layers and not model.selects

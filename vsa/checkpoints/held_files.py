@@ -15,6 +15,9 @@ from typing import Any
 FORMATS = (".safetensors", ".gguf", ".pth", ".pt", ".ckpt", ".bin")
 """Endings of files of weights."""
 
+WEIGHTS = "diffusion_pytorch_model"
+"""Usual name of a file of weights, without its ending."""
+
 HEAD_DIM, EPS = 128, 1e-6
 """Published values of all Wan models, which no shape determines."""
 
@@ -35,13 +38,12 @@ def holds_file(place: Path) -> bool:
     return not described and any(file.suffix in FORMATS for file in place.iterdir())
 
 
-def weights_file(place: Path, name: str) -> Path:
+def weights_file(place: Path) -> Path:
     """The file of the weights at a place, or the index of their shards.
 
     Args:
-        place: a file, or a folder with `NAME.safetensors`, with one variant of it (`NAME.bf16.safetensors`) or with one
-            file of weights of any name; shards have an index.
-        name: usual name, without its ending.
+        place: a file, or a folder with `WEIGHTS.safetensors`, with one variant of it (`WEIGHTS.bf16.safetensors`), or
+            with one file of weights of any name; shards have an index.
 
     Raises:
         ValueError: there are none, several, or only files of another format.
@@ -52,10 +54,10 @@ def weights_file(place: Path, name: str) -> Path:
         return place
     whole = [file for file in sorted(place.glob("*.safetensors")) if not _SHARD.search(file.name)]
     indexes = sorted(place.glob("*.safetensors.index*.json"))
-    for start in (f"{name}.safetensors", f"{name}.", ""):
+    for start in (f"{WEIGHTS}.safetensors", f"{WEIGHTS}.", ""):
         # an index comes before a file of the same name
         found = [file for file in (*indexes, *whole) if file.name.startswith(start)]
-        if len(found) == 1 or (found and start == f"{name}.safetensors"):
+        if len(found) == 1 or (found and start == f"{WEIGHTS}.safetensors"):
             return found[0]
         if found:
             names = ", ".join(file.name for file in found)
@@ -63,7 +65,7 @@ def weights_file(place: Path, name: str) -> Path:
     others = [file for ending in FORMATS[1:] for file in sorted(place.glob(f"*{ending}"))]
     if others:
         raise ValueError(_other_format(others[0]))
-    raise ValueError(f"{place} has no {name}.safetensors and no index of shards")
+    raise ValueError(f"{place} has no {WEIGHTS}.safetensors and no index of shards")
 
 
 def _other_format(file: Path) -> str:

@@ -19,14 +19,13 @@ from torch import Tensor
 
 from vsa import files
 from vsa.checkpoints.experts import EXPERTS
-from vsa.checkpoints.held_files import FORMATS, refuse_quantized, weights_file
+from vsa.checkpoints.held_files import FORMATS, WEIGHTS, refuse_quantized, weights_file
 from vsa.checkpoints.sparse_config import SPARSE_CONFIG
 from vsa.errors import refuse_unwritable
 from vsa.files import inner_name
 from vsa.models.sharding import fill
 from vsa.settings import Count
 
-WEIGHTS = "diffusion_pytorch_model"
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -216,15 +215,14 @@ class WeightFiles(TensorFiles):
 
     Args:
         place: folder, or file, see `weights_file`.
-        name: usual name of the file.
 
     Raises:
         ValueError: the weights are missing, a tensor is in two files, or a file is missing, damaged or contradicts the
             index.
     """
 
-    def __init__(self, place: Path, name: str = WEIGHTS):
-        index = weights_file(place, name)
+    def __init__(self, place: Path):
+        index = weights_file(place)
         folder, weight_map = index.parent, None
         if index.suffix == ".json":
             stored_map = read_json(index).get("weight_map")

@@ -22,7 +22,16 @@ from vsa.attention.video_sparse import Backend
 from vsa.checkpoints.adapter_files import AdaptedWeights, adapted_spec
 from vsa.checkpoints.experts import EXPERTS, NoiseRange, expert_range, refuse_experts
 from vsa.checkpoints.exported_sparsity import ExportedSparsity
-from vsa.checkpoints.held_files import EPS, HEAD_DIM, PREFIXES, config_of_shapes, holds_file, unprefixed, weights_file
+from vsa.checkpoints.held_files import (
+    EPS,
+    HEAD_DIM,
+    PREFIXES,
+    WEIGHTS,
+    config_of_shapes,
+    holds_file,
+    unprefixed,
+    weights_file,
+)
 from vsa.checkpoints.network_settings import network_of
 from vsa.checkpoints.original_names import Rows, original_rows, own_name
 from vsa.checkpoints.run_checkpoint import resolve_checkpoint
@@ -43,7 +52,6 @@ from vsa.checkpoints.wan import (
 from vsa.checkpoints.wan_config import CLASS_NAME, named_sizes, transformer_config, video_dit_arguments
 from vsa.checkpoints.wan_names import config_of_wan, is_gate, is_unused, wan_to_diffusers
 from vsa.checkpoints.weight_files import (
-    WEIGHTS,
     WeightFiles,
     hub_parts,
     local_folder,
@@ -284,7 +292,7 @@ def open_weights(spec: str | Path, group: Group | None = None) -> WeightSource:
         return FileWeights(str(spec), folder)
     folder = pretrained_folder(folder)
     is_wan = read_json(folder / "config.json").get("_class_name") == "WanModel"
-    of_diffusers = not is_wan and weights_file(folder, WEIGHTS).name.startswith(WEIGHTS)
+    of_diffusers = not is_wan and weights_file(folder).name.startswith(WEIGHTS)
     return (PretrainedWeights if of_diffusers else FileWeights)(str(spec), folder)
 
 

@@ -19,6 +19,8 @@ _GAP = 0.1
 _LINE = 0.14
 _LETTERS_PER_INCH = 13
 _MOST_LINES = 4
+# frames of a clip, evenly spaced from the first to the last, and clips of a row
+_FRAMES, _COLUMNS = 4, 2
 
 
 class _Page:
@@ -43,24 +45,20 @@ class _Page:
         self.figure.text(left / w, 1 - top / h, fitted.text, **fitted.style, **style)
 
 
-def contact_sheet(
-    videos: Tensor, prompts: Sequence[str], path: str | Path, *, frames: int = 4, columns: int = 2
-) -> Path:
+def contact_sheet(videos: Tensor, prompts: Sequence[str], path: str | Path) -> Path:
     """Contact sheet of clips: a few frames of each side by side, with its prompt above, truncated after four lines.
 
     Args:
         videos: uint8 `[N, T, H, W, 3]`.
         prompts: N captions.
         path: PNG to write.
-        frames: frames shown per clip, evenly spaced from the first to the last.
-        columns: clips per row.
     """
     if len(videos) != len(prompts) or len(videos) == 0:
         raise ValueError(f"expected one prompt per clip, got {len(prompts)} prompts and {len(videos)} clips")
-    strips = [_strip(video, frames) for video in videos]
-    width, height = _strip_size(videos, frames, frame_width=1.3)
+    strips = [_strip(video, _FRAMES) for video in videos]
+    width, height = _strip_size(videos, _FRAMES, frame_width=1.3)
     titles = [fit_text(prompt, round(width * _LETTERS_PER_INCH), _MOST_LINES) for prompt in prompts]
-    columns = min(columns, len(videos))
+    columns = min(_COLUMNS, len(videos))
     rows = math.ceil(len(videos) / columns)
     # the prompts of a row are aligned at the bottom, above its pictures
     above = [_LINE * max(title.lines for title in titles[row * columns : (row + 1) * columns]) for row in range(rows)]

@@ -45,7 +45,7 @@ def certify(asked: CertifySettings) -> Path:
     name = f"{Path(asked.model).resolve().name}-certificate"
     out = asked.out or (Path(asked.model).resolve().parent / name if local else Path(name))
     refuse_unwritable(out)
-    refuse_others(out, (RECORD, PAGE), MAKER, "--out")
+    refuse_others(out, (RECORD, PAGE), MAKER)
     subject = Subject(asked)
     parts = _Parts(out / DATA, subject.identity())
     results: dict[str, Any] = {"parity": {}}

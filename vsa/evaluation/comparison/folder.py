@@ -73,7 +73,7 @@ def compare_attention(asked: CompareSettings) -> Path:
     if out is None:
         out = Path(DATA) if asked.run is None or not is_run(asked.run) else samples_folder(asked.run, DATA)
     refuse_unwritable(out)
-    refuse_others(out, (RECORD, PAGE, DATA), "vsa compare-attention", "--out")
+    refuse_others(out, (RECORD, PAGE, DATA), "vsa compare-attention")
     model = _open_model(asked, device, dtype)
     tile = asked.tile or (model and model.tile_thw) or TILE
     methods, notes = parse_methods(asked.methods, tile_thw=tile), []

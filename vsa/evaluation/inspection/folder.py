@@ -85,7 +85,7 @@ def inspect_checkpoint(asked: InspectSettings) -> tuple[Path, Inspection, str]:
     """
     folder = asked.out or _default_folder(asked.checkpoint, asked.clip)
     refuse_unwritable(folder)
-    refuse_others(folder, (RECORD, "inspect.html", *PICTURES, *TABLES), "vsa inspect", "--out")
+    refuse_others(folder, (RECORD, "inspect.html", *PICTURES, *TABLES), "vsa inspect")
     device = usable_device(asked.device)
     run = open_inspected(asked.checkpoint, pipeline=asked.pipeline, weights=asked.weights, device=device)
     clip = open_clip(run, asked.clip, asked.caption)

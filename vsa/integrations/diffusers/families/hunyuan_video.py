@@ -46,7 +46,7 @@ class HunyuanVideoProcessor(Processor):
         return out, text_out
 
 
-def _grid(config: Any, arguments: Arguments) -> Grid:
+def token_grid(config: Any, arguments: Arguments) -> Grid:
     t, h, w = arguments["hidden_states"].shape[2:]
     return t // config.patch_size_t, h // config.patch_size, w // config.patch_size
 
@@ -56,7 +56,7 @@ def _texts(arguments: Arguments, grid: Grid) -> Texts:
     return tuple((length,) for length in lengths.tolist())
 
 
-def _patch(config: Any) -> Grid:
+def patch_size(config: Any) -> Grid:
     return config.patch_size_t, config.patch_size, config.patch_size
 
 
@@ -68,7 +68,7 @@ def _sizes(config: Any) -> Sizes:
         )
     width = int(config.num_attention_heads * config.attention_head_dim * config.mlp_ratio)
     channels = (config.in_channels, config.out_channels or config.in_channels)
-    return Sizes(*channels, text_dim=config.text_embed_dim, ffn_dim=width, patch_size=_patch(config))
+    return Sizes(*channels, text_dim=config.text_embed_dim, ffn_dim=width, patch_size=patch_size(config))
 
 
 def _inputs(transformer: Any, given: Inputs, constants: Constants) -> dict[str, Any]:
@@ -88,8 +88,8 @@ def _inputs(transformer: Any, given: Inputs, constants: Constants) -> dict[str, 
     }
 
 
-def _rotary(transformer: Any, grid: Grid, constants: Constants) -> Any:
-    return transformer.rope(latents_of(grid, _patch(transformer.config), transformer.device))
+def rotary(transformer: Any, grid: Grid, constants: Constants) -> Any:
+    return transformer.rope(latents_of(grid, patch_size(transformer.config), transformer.device))
 
 
 TEXT_LAYERS = ("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out", "ff_context.net.0.proj", "ff_context.net.2")
@@ -97,7 +97,7 @@ TEXT_LAYERS = ("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out", "ff_conte
 PARTS = Parts(
     sizes=_sizes,
     inputs=_inputs,
-    rotary=_rotary,
+    rotary=rotary,
     head="proj_out.weight",
     time_embedder="time_text_embed.timestep_embedder",
     # single blocks project attention and feed-forward together
@@ -121,7 +121,7 @@ FAMILY = Family(
     attention="attn",
     original=("HunyuanVideoAttnProcessor2_0",),
     processor=HunyuanVideoProcessor,
-    grid=_grid,
+    grid=token_grid,
     text="last",
     texts=_texts,
     pipeline="HunyuanVideoPipeline",

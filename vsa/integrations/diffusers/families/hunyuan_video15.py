@@ -7,14 +7,15 @@ from typing import Any
 import torch
 
 from vsa.integrations.diffusers.families.family import Arguments, Family
-from vsa.integrations.diffusers.families.hunyuan_video import TEXT_LAYERS, HunyuanVideoProcessor
-from vsa.integrations.diffusers.families.parts import Constants, Inputs, Parts, Sizes, latents_of
+from vsa.integrations.diffusers.families.hunyuan_video import (
+    TEXT_LAYERS,
+    HunyuanVideoProcessor,
+    patch_size,
+    rotary,
+    token_grid,
+)
+from vsa.integrations.diffusers.families.parts import Constants, Inputs, Parts, Sizes
 from vsa.integrations.diffusers.tile_attention import Grid, Texts
-
-
-def _grid(config: Any, arguments: Arguments) -> Grid:
-    t, h, w = arguments["hidden_states"].shape[2:]
-    return t // config.patch_size_t, h // config.patch_size, w // config.patch_size
 
 
 def _texts(arguments: Arguments, grid: Grid) -> Texts:
@@ -26,17 +27,13 @@ def _texts(arguments: Arguments, grid: Grid) -> Texts:
     return tuple((length,) for length in lengths.tolist())
 
 
-def _patch(config: Any) -> Grid:
-    return config.patch_size_t, config.patch_size, config.patch_size
-
-
 def _sizes(config: Any) -> Sizes:
     if config.use_meanflow:
         raise ValueError("config.use_meanflow=True: its second timestep is not trained, False can be")
     width = int(config.num_attention_heads * config.attention_head_dim * config.mlp_ratio)
     # latents of the condition and their mask, which text-to-video has as zeros, are added in `_inputs`
     channels = config.out_channels or config.in_channels
-    return Sizes(channels, channels, text_dim=config.text_embed_dim, ffn_dim=width, patch_size=_patch(config))
+    return Sizes(channels, channels, text_dim=config.text_embed_dim, ffn_dim=width, patch_size=patch_size(config))
 
 
 def _inputs(transformer: Any, given: Inputs, constants: Constants) -> dict[str, Any]:
@@ -55,14 +52,10 @@ def _inputs(transformer: Any, given: Inputs, constants: Constants) -> dict[str, 
     }
 
 
-def _rotary(transformer: Any, grid: Grid, constants: Constants) -> Any:
-    return transformer.rope(latents_of(grid, _patch(transformer.config), transformer.device))
-
-
 PARTS = Parts(
     sizes=_sizes,
     inputs=_inputs,
-    rotary=_rotary,
+    rotary=rotary,
     head="proj_out.weight",
     time_embedder="time_embed.timestep_embedder",
     attention_output="attn.to_out.0",
@@ -85,7 +78,7 @@ FAMILY = Family(
     original=("HunyuanVideo15AttnProcessor2_0",),
     # its double blocks are those of HunyuanVideo
     processor=HunyuanVideoProcessor,
-    grid=_grid,
+    grid=token_grid,
     text="last",
     texts=_texts,
     pipeline="HunyuanVideo15Pipeline",
