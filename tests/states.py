@@ -19,12 +19,6 @@ def rewrite_state(checkpoint: Path, *without: str, **changes: Any) -> None:
     write_state(checkpoint, {name: value for name, value in state.items() if name not in {"digest", *without}})
 
 
-def write_older_state(checkpoint: Path, state: dict[str, Any]) -> None:
-    """Write a state in the first schema, which had no digest."""
-    content = {name: value for name, value in state.items() if name != "digest"}
-    (checkpoint / "state.json").write_text(json.dumps({**content, "schema": 1}, indent=1))
-
-
 def state_of(checkpoint: Path) -> dict[str, Any]:
     """The values alone."""
     return read_state(checkpoint)

@@ -17,7 +17,6 @@ from vsa.data.parallel_dims import ParallelDims
 from vsa.data.plan import is_validation
 from vsa.data.shards import LatentReader
 from vsa.training.callbacks.bad_samples import BadSamples
-from vsa.training.run_state import NEWER
 
 
 def spoil(root: Path, names: list[str], what: str = "latent") -> None:
@@ -165,10 +164,3 @@ def test_ranks_count_together(tmp_path):
     assert first["counts"] == [["nan", "x.tar", 3]]
     # in the order in which they were drawn, whichever rank drew them
     assert list(first["samples"]) == ["main/b", "main/a", "main/c"]
-
-
-def test_a_checkpoint_of_earlier_versions_has_no_counts(tmp_path):
-    assert "bad_samples" in NEWER
-    counter = BadSamples(tmp_path)
-    counter.load_state_dict({})
-    assert counter.state_dict() == {"drawn": 0, "counts": [], "samples": {}}

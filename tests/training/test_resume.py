@@ -19,7 +19,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_module
 
 import vsa.checkpoints.run_checkpoint as checkpointing
 import vsa.training.start as start_module
-from tests.states import rewrite_state, state_of, write_older_state
+from tests.states import rewrite_state, state_of
 from tests.tiny_runs import TinyTraining
 from vsa.training.run_state import BACKEND, LEVEL
 
@@ -113,12 +113,11 @@ def test_a_stopped_run_continues_bit_for_bit(training, straight, tmp_path_factor
     assert_moved(half, straight.tensors())
 
 
-def test_the_format_of_checkpoints_stays_and_those_of_older_versions_resume(training):
-    training("run=straight")
+def test_the_format_of_checkpoints_stays(training):
     training("trainer.max_steps=2", "run=half")
     path = training.last("half").path
     state = state_of(path)
-    # of this one, nothing may be missing but what the first ones of its schema lacked (test_recomputation.py)
+    # nothing may be missing but what earlier ones lacked (test_recomputation.py)
     for key in sorted(set(state) - {"schema", LEVEL, BACKEND}):
         rewrite_state(path, key)
         with pytest.raises(ValueError, match=key if key != "config" else "is a checkpoint of None"):
@@ -126,18 +125,10 @@ def test_the_format_of_checkpoints_stays_and_those_of_older_versions_resume(trai
         rewrite_state(path, **state)
     counters = {"step", "skipped_steps", "skipped_in_row", "flops_total"}
     data = {"plan_hash", "codec", "text_encoder", "latent_shapes", "latent_mean", "latent_std"}
-    older = {"schema", "files", "seed", "config", *counters, *data}
-    newer = {"sparsity_state", "loss_window", "bad_samples", "without_gradient", "allowed_changes", LEVEL, BACKEND}
-    assert set(state) == older | newer
+    parts = {"sparsity_state", "loss_window", "bad_samples", "without_gradient", "allowed_changes", LEVEL, BACKEND}
+    assert set(state) == {"schema", "files", "seed", "config", *counters, *data, *parts}
     assert set(state["loss_window"]) == {"names", "steps", "deciles"}
     assert set(state["files"]) == {"model.safetensors", "ema.safetensors", "optimizer.safetensors"}
-    # a folder without what came later
-    write_older_state(path, {key: state[key] for key in older})
-    training("run=half", "ckpt_path=last")
-    assert_same(training.tensors("half"), training.tensors("straight"))
-    write_older_state(path, {key: state[key] for key in older - {"skipped_in_row"}})
-    with pytest.raises(ValueError, match="is not a complete checkpoint of this run: missing skipped_in_row"):
-        training("run=half", f"ckpt_path={path}")
 
 
 def test_a_log_line_goes_on_over_a_resume(training):

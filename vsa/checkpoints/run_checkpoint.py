@@ -55,10 +55,6 @@ class Checkpoint:
     def step(self) -> int:
         return self.state["step"]
 
-    @property
-    def schema(self) -> int:
-        return self.state["schema"]
-
     @cached_property
     def config(self) -> Mapping[str, Any]:
         """The config of its run, to be used in any working directory, with the revisions of its data."""

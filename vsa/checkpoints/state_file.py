@@ -14,11 +14,10 @@ from vsa.files import check_kind, parse_json, read_bytes
 from vsa.settings import Count, NonNegative
 
 SCHEMA, SHARDED_SCHEMA = 4, 5
-"""Written schema, with one or several files per group of tensors. Schemas 1 to 3 can be read as well. Schema 1 has no
-digest of `state.json` and does not list the parameters that never had a gradient. Up to schema 3 the name of a score
-is another one, see `_RENAMED`."""
+"""Written schema, with one or several files per group of tensors. Schemas 2 and 3 can be read as well, where the name
+of a score is another one, see `_RENAMED`."""
 
-_READABLE = (1, 2, 3, 4, 5)
+_READABLE = (2, 3, 4, 5)
 _RENAMED = {("score", "subblock_lse"): "subblock_softmax"}
 """Values of settings by key and value up to schema 3; today `subblock_lse` is another score."""
 _FILE = "state.json"
@@ -81,7 +80,7 @@ def read_state(folder: Path) -> dict[str, Any]:
     if schema not in _READABLE or isinstance(schema, bool):
         readable = ", ".join(map(str, _READABLE))
         raise ValueError(f"checkpoint {folder} has schema {one_line(schema)}, this version reads {readable}")
-    if schema > 1 and not sealed:
+    if not sealed:
         raise ValueError(f"checkpoint {folder} is damaged: {_FILE} has lost its digest")
     _check_values(folder, state)
     if "latent_mean" in state or "latent_std" in state:

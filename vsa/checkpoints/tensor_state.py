@@ -49,7 +49,7 @@ def load_optimizer_tensors(
     tensors: TensorFiles,
     what: str,
     *,
-    without: Collection[str] | None = None,
+    without: Collection[str] = (),
     most_updates: float = math.inf,
 ) -> None:
     """Restore the state of `optimizer_state`; moments of another form than the optimizer's are converted.
@@ -58,8 +58,7 @@ def load_optimizer_tensors(
         optimizer: built by `vsa.training.optimizer`.
         tensors: see `optimizer_state`.
         what: origin of the tensors, for messages.
-        without: see `without_state`; None: every parameter without tensors, since checkpoints of the first schema do
-            not list them.
+        without: see `without_state`.
         most_updates: largest possible number of updates of a parameter.
 
     Raises:
@@ -70,8 +69,6 @@ def load_optimizer_tensors(
         for group in optimizer.param_groups
         for name, parameter in zip(group["names"], group["params"], strict=True)
     }
-    if without is None:
-        without = set(parameters) - {key.rpartition("/")[0] for key in tensors.keys}
     held: Moments = "int8" if any(key.endswith(SCALE) for key in tensors.keys) else "fp32"
     expected: dict[str, tuple[int, ...]] = {}
     for name in set(parameters) - set(without):

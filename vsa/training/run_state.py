@@ -28,9 +28,6 @@ Owner = nn.Module | torch.optim.Optimizer | Mapping[str, Tensor]
 TOP_LEVEL = ("status", "gradients", "data", "metrics")
 """Parts whose values are at the top level of `state.json`; those of others are under the part's name."""
 
-NEWER = ("sparsity_state", "loss_window", "bad_samples", "loss_spikes")
-"""Parts that checkpoints of the first schema may lack; they are then loaded from an empty state."""
-
 WITHOUT_GRADIENT = "without_gradient"
 """Name in `state.json` of the parameters without optimizer state, since they have no gradient, by group."""
 
@@ -271,16 +268,14 @@ def load_values(parts: Mapping[str, Stateful], record: Mapping[str, Any], checkp
     Raises:
         ValueError: names what is missing, or what a part refuses.
     """
-    # callbacks that the run did not have before
+    # checkpoints of before `auto` do not have the level
+    parallel = checkpoint.state.get("config", {}).get("task", {}).get("parallel") or {}
+    optional = (BACKEND,) if parallel.get("activation_checkpointing") == "auto" else (BACKEND, LEVEL)
+    refuse_missing(checkpoint, (*(name for name in record if name not in optional), WITHOUT_GRADIENT))
+    # a callback that the run did not have before
     added = [name for name in ("loss_spikes",) if not checkpoint.state.get("config", {}).get("callbacks", {}).get(name)]
-    newer = NEWER if checkpoint.schema == 1 else tuple(added)
-    if checkpoint.schema > 1:
-        # checkpoints of before `auto` do not have the level
-        parallel = checkpoint.state.get("config", {}).get("task", {}).get("parallel") or {}
-        optional = (BACKEND,) if parallel.get("activation_checkpointing") == "auto" else (BACKEND, LEVEL)
-        refuse_missing(checkpoint, (*(name for name in record if name not in optional), WITHOUT_GRADIENT))
     own = {name: part for name, part in parts.items() if not isinstance(part, HasTensors)}
-    refuse_missing(checkpoint, (name for name in own if name not in TOP_LEVEL + newer))
+    refuse_missing(checkpoint, (name for name in own if name not in (*TOP_LEVEL, *added)))
     values = (key for name in own if name in TOP_LEVEL for key in own[name].state_dict())
     # a data set that had not grown yet has no revision
     refuse_missing(checkpoint, (key for key in values if key != REVISION))
@@ -312,7 +307,7 @@ def load_tensors(parts: Mapping[str, Stateful], checkpoint: Checkpoint) -> None:
         if isinstance(owner, nn.Module):
             load_model_tensors(owner, tensors, what)
         elif isinstance(owner, torch.optim.Optimizer):
-            without = None if checkpoint.schema == 1 else checkpoint.state[WITHOUT_GRADIENT].get(group, ())
+            without = checkpoint.state[WITHOUT_GRADIENT].get(group, ())
             load_optimizer_tensors(owner, tensors, what, without=without, most_updates=checkpoint.step)
         else:
             refuse_other_tensors({name: tuple(value.shape) for name, value in owner.items()}, tensors.shapes, what)

@@ -66,10 +66,10 @@ class BadSamples(L.Callback):
         return {"drawn": self._drawn, "counts": counts, "samples": self._samples}
 
     def load_state_dict(self, state: Any, /) -> None:
-        """Continue the counts; checkpoints of earlier versions have none."""
-        self._drawn = state.get("drawn", 0)
-        self._counts = Counter({f"{cause}/{shard}": count for cause, shard, count in state.get("counts", ())})
-        self._samples = dict(state.get("samples", {}))
+        """Continue the counts."""
+        self._drawn = state["drawn"]
+        self._counts = Counter({f"{cause}/{shard}": count for cause, shard, count in state["counts"]})
+        self._samples = dict(state["samples"])
 
     def on_train_batch_end(  # type: ignore[override]
         self, trainer: L.Trainer, pl_module: DiffusionModule, outputs: Any, batch: VideoBatch, batch_idx: int
