@@ -4,20 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 """Largest error, as a share of the largest value."""
-
-
-@pytest.fixture(autouse=True)
-def poisoned_outputs():
-    """Memory that nobody wrote holds NaN."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def two_rows(tensors: dict[str, Any], first: list[int], device: torch.device) -> tuple[dict[str, Any], Any]:

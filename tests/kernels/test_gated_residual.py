@@ -15,11 +15,10 @@ from vsa_kernels.residual_norm.gated_op import gated_residual_bwd, gated_residua
 from tests.kernels.elementwise import (
     assert_close,
     dtypes,
-    poisoned_outputs,  # noqa: F401 (the fixture)
     spread,
     two_rows,
 )
-from tests.kernels.interpreted import further
+from tests.kernels.interpreted import further, poisoned_outputs  # noqa: F401 (the fixture)
 
 # B, L, C: odd sizes, several programs a sample, more channels than a program has
 SHAPES = [(2, 5, 6), (1, 3, 2), (3, 37, 10), (2, 18, 300)]

@@ -14,8 +14,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from vsa_kernels import linear_gelu
 from vsa_kernels.linear_gelu.op import bias_gelu_bwd, bias_gelu_fwd
 
-from tests.kernels.elementwise import TOLERANCE, assert_close, dtypes, poisoned_outputs  # noqa: F401 (the fixture)
-from tests.kernels.interpreted import further
+from tests.kernels.elementwise import TOLERANCE, assert_close, dtypes
+from tests.kernels.interpreted import further, poisoned_outputs  # noqa: F401 (the fixture)
 from vsa.models.recompute import checkpointed_except_attention
 
 # leading dims, C, F: odd sizes, more columns than one block has, several tiles of rows, a vector

@@ -13,8 +13,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from vsa_kernels import norm_rope
 from vsa_kernels.norm_rope.op import norm_rope_bwd, norm_rope_fwd
 
-from tests.kernels.elementwise import assert_close, dtypes, poisoned_outputs  # noqa: F401 (the fixture)
-from tests.kernels.interpreted import further
+from tests.kernels.elementwise import assert_close, dtypes
+from tests.kernels.interpreted import further, poisoned_outputs  # noqa: F401 (the fixture)
 from vsa.models.recompute import checkpointed_except_attention
 
 # B, L, H, D: odd L, heads of no power of two, and the widths of Wan-1.3B and of the small model

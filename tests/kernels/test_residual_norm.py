@@ -17,11 +17,10 @@ from tests.kernels.elementwise import (
     TOLERANCE,
     assert_close,
     dtypes,
-    poisoned_outputs,  # noqa: F401 (the fixture)
     spread,
     two_rows,
 )
-from tests.kernels.interpreted import further
+from tests.kernels.interpreted import further, poisoned_outputs  # noqa: F401 (the fixture)
 from vsa.models.recompute import checkpointed_except_attention
 
 # B, L, C: odd sizes, two channels, several programs a sample, more channels than a warp holds

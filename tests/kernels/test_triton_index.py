@@ -4,30 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.kernels.interpreted import INTERPRETED, further
+from tests.kernels.interpreted import further, fuzz, poisoned_outputs  # noqa: F401 (the fixture)
 
 POISON = 1 << 30
-fuzz = settings(
-    max_examples=5 if INTERPRETED else 15,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
 
 ANY_MASK = (
     st.integers(1, 2), st.integers(1, 2), st.integers(1, 70), st.integers(1, 70), st.sampled_from([0.0, 0.1, 0.5, 1.0]),
     st.integers(0, 3), st.booleans(), st.integers(0, 99),
 )  # fmt: skip
-
-
-@pytest.fixture(scope="module", autouse=True)
-def poisoned_outputs():
-    """Memory that nobody wrote holds the largest integer."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def transpose(lists, counts, num_kv, device, **masked):
@@ -65,7 +52,7 @@ def assert_transposed(index, mask):
             assert torch.equal(rows[b, h, : len(expected)], expected)
 
 
-@fuzz
+@fuzz(5, 15)
 @given(*ANY_MASK)
 def test_any_mask(triton_device, batch, heads, num_q, num_kv, density, spare, shuffled, seed):
     torch.manual_seed(seed)
@@ -76,7 +63,7 @@ def test_any_mask(triton_device, batch, heads, num_q, num_kv, density, spare, sh
     assert_transposed(index, mask)
 
 
-@fuzz
+@fuzz(5, 15)
 @given(*ANY_MASK)
 def test_places_of_entries(triton_device, batch, heads, num_q, num_kv, density, spare, shuffled, seed):
     torch.manual_seed(seed)
@@ -90,12 +77,10 @@ def test_places_of_entries(triton_device, batch, heads, num_q, num_kv, density, 
         assert (lists[b, h, rows[b, h, at].long(), places[b, h, at].long()] == n).all()
 
 
-test_further_masks = pytest.mark.slow(
-    settings(fuzz, max_examples=15)(given(*ANY_MASK)(test_any_mask.hypothesis.inner_test))
-)
+test_further_masks = pytest.mark.slow(fuzz(15, 15)(given(*ANY_MASK)(test_any_mask.hypothesis.inner_test)))
 
 
-@fuzz
+@fuzz(5, 15)
 @given(*ANY_MASK)
 def test_the_masked_part_with_its_ids(triton_device, batch, heads, num_q, num_kv, density, spare, shuffled, seed):
     torch.manual_seed(seed)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -30,14 +30,9 @@ from vsa_kernels.testing import (
     summed_terms,
 )
 
-from tests.kernels.interpreted import INTERPRETED, further
+from tests.kernels.interpreted import further, fuzz
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
-fuzz = settings(
-    max_examples=4 if INTERPRETED else 30,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
 
 
 def half(device: torch.device) -> torch.dtype:
@@ -45,7 +40,7 @@ def half(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "cpu" else torch.bfloat16
 
 
-@fuzz
+@fuzz(4, 30)
 @given(st.integers(1, 4), st.integers(1, 140), st.integers(1, 140), st.booleans(), st.integers(0, 99))
 def test_packed_words(triton_device, masks, rows, columns, transposed, seed):
     from vsa_kernels.block_sparse.triton_masks import pack_words

@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from vsa_kernels import Blocks, block_mean_and_similarity, block_mean_pool
 
-from tests.kernels.interpreted import INTERPRETED, further
+from tests.kernels.interpreted import further, fuzz, poisoned_outputs  # noqa: F401 (the fixture)
 from tests.kernels.test_pooling import pairs_of
 
 SIZES = [[8, 8, 8], [3, 17, 1, 8], [64, 64], [256, 31]]
-fuzz = settings(
-    max_examples=10 if INTERPRETED else 25,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
 
 ANY_SHAPE = (
     st.lists(st.integers(1, 20), min_size=1, max_size=5),
@@ -25,14 +20,6 @@ ANY_SHAPE = (
     st.sampled_from([1, 3, 8, 16, 80, 130, 256]),
     st.sampled_from(["plain", "heads first", "packed", "dims apart"]),
 )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def poisoned_outputs():
-    """Memory that nobody wrote holds NaN."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def kernels():
@@ -74,7 +61,7 @@ def assert_means(got, x, sizes):
     torch.testing.assert_close(got.double(), loop(x, sizes), rtol=1e-5, atol=1e-6)
 
 
-@fuzz
+@fuzz(10, 25)
 @given(*ANY_SHAPE)
 def test_means_of_any_shape(triton_device, sizes, batch, heads, dim, layout):
     for dtype in dtypes(triton_device):
@@ -86,7 +73,7 @@ def test_means_of_any_shape(triton_device, sizes, batch, heads, dim, layout):
 
 
 test_means_of_further_shapes = pytest.mark.slow(
-    settings(fuzz, max_examples=25)(given(*ANY_SHAPE)(test_means_of_any_shape.hypothesis.inner_test))
+    fuzz(25, 25)(given(*ANY_SHAPE)(test_means_of_any_shape.hypothesis.inner_test))
 )
 
 

@@ -6,29 +6,16 @@ import math
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from vsa_kernels import select_topk
 
-from tests.kernels.interpreted import INTERPRETED, further
+from tests.kernels.interpreted import further, fuzz, poisoned_outputs  # noqa: F401 (the fixture)
 
 # few values, so that ties are the rule; a subnormal, both zeros, both neighbours of the infinities
 values = st.sampled_from([0.0, -0.0, 1.0, -1.0, 2.5, 1e-40, 3.4e38, -3.4e38, math.inf, -math.inf, math.nan])
-fuzz = settings(
-    max_examples=5 if INTERPRETED else 15,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
 
 ANY_ROWS = (st.data(), st.integers(1, 3), st.integers(1, 70))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def poisoned_outputs():
-    """Memory that nobody wrote holds the largest integer."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def select(scores, topk=None, rows=None, candidates=None, always=None, capacity=None):
@@ -67,7 +54,7 @@ def assert_rows(got, scores, topk, candidates=None, always=None):
         assert indices[b, h, n].tolist() == columns
 
 
-@fuzz
+@fuzz(5, 15)
 @given(*ANY_ROWS)
 def test_ties_masks_and_counts_per_row(triton_device, data, num_q, num_kv):
     draw, size = data.draw, num_q * num_kv
@@ -94,7 +81,7 @@ def test_ties_masks_and_counts_per_row(triton_device, data, num_q, num_kv):
 
 
 test_further_ties = pytest.mark.slow(
-    settings(fuzz, max_examples=15)(given(*ANY_ROWS)(test_ties_masks_and_counts_per_row.hypothesis.inner_test))
+    fuzz(15, 15)(given(*ANY_ROWS)(test_ties_masks_and_counts_per_row.hypothesis.inner_test))
 )
 
 

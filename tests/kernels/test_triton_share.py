@@ -6,27 +6,14 @@ import math
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from vsa_kernels import select_share
 
-from tests.kernels.interpreted import INTERPRETED, further
+from tests.kernels.interpreted import INTERPRETED, further, fuzz, poisoned_outputs  # noqa: F401 (the fixture)
 from tests.kernels.test_share import crossings, expected, shares, tensors_of_shares, units_of, values
 
-fuzz = settings(
-    max_examples=5 if INTERPRETED else 25,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
 ANY_ROWS = (st.data(), st.integers(1, 2), st.integers(1, 70), crossings)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def poisoned_outputs():
-    """Memory that nobody wrote holds the largest integer."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def on(device, *tensors):
@@ -50,7 +37,7 @@ def assert_as_reference(device, scores, share, crossing, candidates=None, always
     return ours
 
 
-@fuzz
+@fuzz(5, 25)
 @given(*ANY_ROWS)
 def test_ties_masks_and_shares_of_rows(triton_device, data, num_q, num_kv, crossing):
     draw, size = data.draw, 2 * num_q * num_kv
@@ -68,7 +55,7 @@ def test_scores_that_are_close_to_each_other(triton_device):
         assert_as_reference(triton_device, near, share, "keep")
 
 
-@fuzz
+@fuzz(5, 25)
 @given(*ANY_ROWS)
 def test_ties_masks_and_shares_of_heads(triton_device, data, num_q, num_kv, crossing):
     draw, size = data.draw, num_q * num_kv
@@ -93,7 +80,7 @@ def test_ties_masks_and_shares_of_heads(triton_device, data, num_q, num_kv, cros
 
 
 test_further_ties = pytest.mark.slow(
-    settings(fuzz, max_examples=40)(given(*ANY_ROWS)(test_ties_masks_and_shares_of_heads.hypothesis.inner_test))
+    fuzz(40, 40)(given(*ANY_ROWS)(test_ties_masks_and_shares_of_heads.hypothesis.inner_test))
 )
 
 
