@@ -44,6 +44,18 @@ def test_memory_that_runs_out_is_one_line(error, line, capsys):
         raise error
 
 
+def test_links_in_a_circle_are_one_line(tmp_path, capsys):
+    link = tmp_path / "link"
+    link.symlink_to(link)
+    with pytest.raises(SystemExit) as stop, one_line_errors():
+        # newer versions of Python resolve it to itself
+        refuse_unwritable(link.resolve() / "x")
+    line = capsys.readouterr().err
+    assert (stop.value.code, line.count("\n")) == (1, 1)
+    assert line.startswith("error: ")
+    assert str(link) in line
+
+
 def test_a_defect_keeps_its_traceback(capsys):
     with pytest.raises(RuntimeError, match="a defect"), one_line_errors():
         raise RuntimeError("a defect")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shlex
 import subprocess
 import sys
 from contextlib import ExitStack
@@ -13,7 +14,7 @@ import pytest
 
 from tests.disks import small_files
 from vsa.errors import DISK_FULL, one_line_errors
-from vsa.files import DiskFullError, atomic_file, atomic_folder, writing
+from vsa.files import DiskFullError, atomic_file, atomic_folder, typed, writing
 
 FREE = r"\d[\d.]* [kMGT]?B free"
 
@@ -130,6 +131,13 @@ def test_a_folder_on_a_full_disk_leaves_nothing(tmp_path: Path):
     with pytest.raises(DiskFullError, match=rf"{tmp_path}/new: File too large \(2 kB needed, 1 kB written, {FREE}\)"):
         write()
     assert not list(tmp_path.iterdir())
+
+
+def test_a_path_that_is_typed_is_one_argument_and_no_option():
+    for name in ("-out/a b", "--x", "a'b", "plain/-x"):
+        (argument,) = shlex.split(typed(Path(name)))
+        assert not argument.startswith("-")
+        assert Path(argument) == Path(name)
 
 
 WRITER = """import os, sys

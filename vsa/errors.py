@@ -25,8 +25,8 @@ DISK_FULL = 28
 def one_line_errors(*extra: type[Exception], traceback: bool | None = None) -> Iterator[None]:
     """Turn input errors into `error: ...` on stderr and exit status 1, or 28 for a full disk.
 
-    Input errors are ValueError, OSError, an allocation that failed, and the exceptions in `extra`. Any other exception
-    is a bug of the project and keeps its traceback. Secrets are masked.
+    Input errors are ValueError, OSError, links in a circle, an allocation that failed, and the exceptions in `extra`.
+    Any other exception is a bug of the project and keeps its traceback. Secrets are masked.
 
     Args:
         extra: further exceptions that are input errors.
@@ -47,10 +47,13 @@ def one_line_errors(*extra: type[Exception], traceback: bool | None = None) -> I
             print(f"error: {message}", file=sys.stderr)
         raise SystemExit(DISK_FULL if full else 1) from error
     except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
+        # `Path.resolve` of Python 3.11 and 3.12 has no OSError for it
+        loop = str(error).startswith("Symlink loop from ")
+        if not loop and not is_out_of_memory(error):
             raise
         with suppress(OSError):
-            print(f"error: not enough memory: {memory_reason(error)}", file=sys.stderr)
+            message = visible(without_secrets(str(error))) if loop else f"not enough memory: {memory_reason(error)}"
+            print(f"error: {message}", file=sys.stderr)
         raise SystemExit(1) from error
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

@@ -11,6 +11,7 @@ import io
 import json
 import os
 import secrets
+import shlex
 import shutil
 import stat
 from collections.abc import Collection, Iterator
@@ -469,6 +470,11 @@ def inner_name(name: Any, where: object) -> str:
     if {"", ".", ".."} & set(parts) or any(ord(letter) < 32 for letter in name):
         raise ValueError(f"{where} names {shown(name)}, expected a relative path without .. in the same folder")
     return name
+
+
+def typed(path: Path) -> str:
+    """A path as it is typed behind a command."""
+    return shlex.quote(f"./{path}" if str(path).startswith("-") else str(path))
 
 
 def refuse_others(folder: Path, names: tuple[str, ...], maker: str) -> None:

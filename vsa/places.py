@@ -38,7 +38,7 @@ def run_folder_of(settings: Mapping[str, Any]) -> Path:
     return Path(folder)
 
 
-def misplaced(key: str, node: Mapping[str, Any], run_dir: str) -> Iterator[tuple[str, str]]:
+def misplaced(key: str, node: Any, run_dir: str) -> Iterator[tuple[str, str]]:
     """Keys and messages of the settings with which an object would write anywhere but in the run folder.
 
     Args:
@@ -46,6 +46,9 @@ def misplaced(key: str, node: Mapping[str, Any], run_dir: str) -> Iterator[tuple
         node: its settings.
         run_dir: the run folder.
     """
+    # refused as a whole
+    if not isinstance(node, Mapping):
+        return
     # names that a class of another project takes may be parts of a path
     foreign = not str(node.get("_target_")).startswith("vsa.")
     for path, value in leaves(node, (key,)):

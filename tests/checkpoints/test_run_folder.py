@@ -110,6 +110,21 @@ def test_a_run_with_another_below_it_is_not_removed(tmp_path, inner):
     check_folder(outer, overwrite=False)
 
 
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [("index.json", "a data set"), ("config.json", "exported weights"), ("model_index.json", "exported weights")],
+)
+def test_a_run_with_a_data_set_or_an_export_below_it_is_not_removed(tmp_path, name, what):
+    run = a_run(tmp_path / "run")
+    (run / "mine" / "x").mkdir(parents=True)
+    (run / "mine" / "x" / name).write_text("{}")
+    before = contents(tmp_path)
+    with pytest.raises(ValueError, match=re.escape(f"{run}: it contains {what}, {run}/mine/x")):
+        open_folder(run, "new: true\n", overwrite=True)
+    assert contents(tmp_path) == before
+    check_folder(run, overwrite=False)
+
+
 def test_a_link_is_followed_neither_to_write_nor_to_remove(tmp_path):
     a_run(tmp_path / "real")
     link = tmp_path / "link"

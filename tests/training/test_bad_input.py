@@ -21,6 +21,8 @@ from vsa.training.train import train
 
 BAD_SETTINGS = [
     (["resume=auto"], "resume=auto: expected settings of their own: resume.allow"),
+    (["callbacks.ema=x"], "callbacks.ema=x: "),
+    (["logger.csv=3"], "logger.csv=3: "),
     (["sparsity.topk=9", "sparsity.sparsity=null"], "topk=9 is above the number of tiles, 8"),
     (["sparsity.topk=4"], "exactly one of topk and sparsity, got topk=4 and sparsity=0.5"),
     (["sparsity.sparsity=1.0"], "sparsity.sparsity=1.0: expected a number of at least 0 and below 1, or null, got 1.0"),

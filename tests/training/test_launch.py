@@ -5,6 +5,7 @@ import shlex
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
+from vsa.training.hydra_guard import composed
 from vsa.training.launch import launch
 
 
@@ -33,6 +34,15 @@ def test_text_that_hydra_cannot_read_is_told_as_it_is_typed(word, value, capsys)
     # what is told is read
     (argument,) = shlex.split(typed)
     assert OverridesParser.create().parse_override(argument).value() == value
+
+
+def test_the_number_of_a_list_item_is_told_behind_a_dot(capsys):
+    with pytest.raises(SystemExit):
+        launch(["optim.betas[0]=0.5"])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == "error: optim.betas[0]=0.5: numbers of list items follow a dot: optim.betas.0=0.5"
+    # what is told is read
+    assert composed("optim.betas.0=0.5").optim.betas[0] == 0.5
 
 
 def test_a_word_without_a_key_is_told_with_one(capsys):

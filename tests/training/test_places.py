@@ -201,6 +201,13 @@ def test_toy_clips_are_not_rendered_into_a_run(runs):
         assert re.match(r"data\.(root|videos)=.*precious.* is inside a run", message)
 
 
+def test_what_the_run_is_to_read_is_not_removed(runs):
+    folder = runs.folder("precious")
+    own = ("data=folder", "~data.toy.size", "~data.toy.count", f"data.root={folder}/checkpoints")
+    message = unharmed(runs, "run=precious", "overwrite=true", *own)
+    assert message == f"overwrite=true cannot remove {folder}: the run is to read data.root={folder}/checkpoints"
+
+
 def composed_with(*overrides: str):
     return composed("trainer.accelerator=cpu", *overrides)
 

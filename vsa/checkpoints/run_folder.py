@@ -22,12 +22,15 @@ from vsa.checkpoints.manifest import PROJECT, has_manifest, local_time, note_com
 from vsa.checkpoints.places import MANIFEST
 from vsa.checkpoints.retention import put_back, set_aside, shared_step
 from vsa.checkpoints.run_checkpoint import list_checkpoints
+from vsa.data.index import INDEX_NAME
 from vsa.errors import refuse_unwritable
 from vsa.files import read_json, set_damaged_aside, write_whole
 from vsa.signals import handled_by
 
 # lock of a folder that is writable but cannot be renamed
 _INNER_LOCK = ".lock"
+# files by which data sets and exported models are known; a run writes none of these names
+_INDEXES = {INDEX_NAME: "a data set", **dict.fromkeys(("config.json", "model_index.json"), "exported weights")}
 _CANNOT_MOVE = (
     "overwrite=true cannot replace {}: {}. Remove what is in it by hand, or name another run with run=NAME or "
     "run_dir=FOLDER"
@@ -152,9 +155,8 @@ def check_folder(folder: Path, *, overwrite: bool) -> None:
             "Remove it by hand, or name another run with run=NAME; a run of an older version gets one when it is "
             "resumed with ckpt_path=last"
         )
-    inner = next((path for path in _folders_below(folder) if _is_run(path)), None)
-    if inner is not None:
-        raise ValueError(f"overwrite=true cannot remove {folder}: it contains another run, {inner}")
+    for path, what in _of_others(folder):
+        raise ValueError(f"overwrite=true cannot remove {folder}: it contains {what}, {path}")
 
 
 def refuse_inside_run(folder: Path, what: str) -> None:
@@ -173,9 +175,13 @@ def _is_run(folder: Path) -> bool:
     return has_manifest(folder) or bool(list_checkpoints(folder / "checkpoints"))
 
 
-def _folders_below(folder: Path) -> Iterator[Path]:
-    for path, names, _ in os.walk(folder):
-        yield from (Path(path) / name for name in names)
+def _of_others(folder: Path) -> Iterator[tuple[Path, str]]:
+    """Folders in that of a run that are dear and not its own, and what they are."""
+    for path, names, files in os.walk(folder):
+        yield from ((Path(path) / name, "another run") for name in names if _is_run(Path(path) / name))
+        for name, what in _INDEXES.items():
+            if name in files:
+                yield Path(path), what
 
 
 class RunFolder:

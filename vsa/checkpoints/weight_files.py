@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import shlex
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +21,7 @@ from vsa.checkpoints.experts import EXPERTS
 from vsa.checkpoints.held_files import FORMATS, WEIGHTS, refuse_quantized, weights_file
 from vsa.checkpoints.sparse_config import SPARSE_CONFIG
 from vsa.errors import refuse_unwritable
-from vsa.files import inner_name
+from vsa.files import inner_name, typed
 from vsa.models.sharding import fill
 from vsa.settings import Count
 
@@ -80,10 +79,8 @@ def pretrained_folder(source: str | Path, subfolder: str = "transformer") -> Pat
         if (candidate / "config.json").is_file():
             return candidate
     if (folder / "checkpoints").is_dir() or (folder / "state.json").is_file():
-        name = shlex.quote(str(source))
-        raise ValueError(
-            f"{source} is a run of this project: vsa convert {name} EXPORT --to diffusers makes weights of it"
-        )
+        command = f"vsa convert {typed(Path(source))} EXPORT --to diffusers"
+        raise ValueError(f"{source} is a run of this project: {command} makes weights of it")
     raise ValueError(f"{source} has no config.json, neither in itself nor in {subfolder}/")
 
 

@@ -62,9 +62,7 @@ def media_files(folder: Path, caption_file: Path | None = None) -> MediaFolder:
         if path not in named and not is_caption and path.name.lower() not in _SYSTEM_FILES and path.is_file():
             unread.setdefault(path.suffix.lower(), []).append(path.relative_to(folder).as_posix())
     ignored = [
-        (path.relative_to(folder).as_posix(), "it is a folder" if path.is_dir() else "it is a link to a missing file")
-        for path in paths
-        if path in named and not path.is_file()
+        (path.relative_to(folder).as_posix(), _kind(path)) for path in paths if path in named and not path.is_file()
     ]
     found = MediaFolder(files, ignored, dict(sorted(unread.items(), key=lambda item: -len(item[1]))))
     if not files:
@@ -97,6 +95,12 @@ def sample_ids(names: Sequence[str], *, plain: bool = True) -> list[str]:
             key = f"{key.lstrip('_')[:60]}-{digest}"
         ids.append(key)
     return ids
+
+
+def _kind(path: Path) -> str:
+    if path.is_dir():
+        return "it is a folder"
+    return "it is no regular file" if path.exists() else "it is a link to a missing file or to itself"
 
 
 def _stem(path: Path) -> str:

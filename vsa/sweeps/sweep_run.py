@@ -21,6 +21,7 @@ from vsa.checkpoints.run_folder import locked
 from vsa.checkpoints.run_history import has_finished
 from vsa.config import Sweep
 from vsa.evaluation.figures import final_loss
+from vsa.files import typed
 from vsa.secrets import without_secrets
 from vsa.settings import key_value
 from vsa.sweeps.job_queue import Job, Slot, run_jobs
@@ -229,7 +230,7 @@ class SweepRun:
         for how, names in names_by_reason.items():
             print(f"  {', '.join(names)}  {how}")
         failed = sum(job.status == "failed" for job in jobs)
-        report = f"vsa report {shlex.quote(str(self._folder))}"
+        report = f"vsa report {typed(self._folder)}"
         print(f"{len(losses)} of {len(jobs)} runs finished in {self._folder}, next: {report}")
         if failed:
             print(f"error: {failed} of {len(jobs)} runs failed, the same command tries them again", file=sys.stderr)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from vsa.evaluation.figures import logged_metrics
+from vsa.files import typed
 from vsa.training.run_state import RunStatus
 
 
@@ -53,7 +54,7 @@ def closing_lines(
             lines.append((name, ", ".join(map(str, paths))))
     if status.saved is not None and how == "finished":
         text = "TEXT" if status.prompt is None else shlex.quote(status.prompt)
-        lines.append(("next", f"vsa sample {shlex.quote(str(run_dir))} --prompt {text}"))
+        lines.append(("next", f"vsa sample {typed(run_dir)} --prompt {text}"))
     elif status.saved is not None:
         lines.append(("next", "the same command with ckpt_path=last continues from there"))
     width = max(len(label) for label, _ in lines)

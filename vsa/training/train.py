@@ -26,7 +26,7 @@ from vsa.data.parallel_dims import ParallelDims
 from vsa.data.sample_store import follow_codec
 from vsa.errors import told_together
 from vsa.models.init import without_memory
-from vsa.places import run_folder_of
+from vsa.places import leaves, run_folder_of
 from vsa.training.budgets import (
     MEASURED_STEPS,
     WARM_UP_STEPS,
@@ -200,8 +200,22 @@ def _check_values(cfg: DictConfig) -> None:
     videos = cfg.data.get("videos")
     if videos is not None and "toy" not in cfg.data and cfg.ckpt_path is None and not Path(str(videos)).is_dir():
         raise ValueError(f"data.videos={videos}: no such folder, expected the one that the shards were made from")
+    if overwrites(cfg):
+        _check_inputs(cfg)
     _check_precision(cfg.trainer.precision)
     _check_accelerator(cfg.trainer.accelerator)
+
+
+def _check_inputs(cfg: DictConfig) -> None:
+    """Refuse to remove a folder with what the run is to read."""
+    run_dir = Path(cfg.run_dir).resolve()
+    for name in ("data", "task"):
+        for path, value in leaves(OmegaConf.to_container(cfg[name], resolve=True), (name,)):
+            # no option of a file or folder is longer
+            place = Path(value) if isinstance(value, str) and value and len(value) < 4096 else None
+            if place is not None and os.path.lexists(place) and place.resolve().is_relative_to(run_dir):
+                key = ".".join(path)
+                raise ValueError(f"overwrite=true cannot remove {cfg.run_dir}: the run is to read {key}={value}")
 
 
 def _train(

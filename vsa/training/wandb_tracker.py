@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 import threading
 import urllib.error
 import urllib.request
@@ -14,6 +13,7 @@ from lightning.fabric.loggers.logger import rank_zero_experiment
 from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
 
+from vsa.files import typed
 from vsa.secrets import without_secrets
 from vsa.settings import validated
 
@@ -143,7 +143,7 @@ class WandbTracker(WandbLogger):
             rank_zero_info(f"wandb: not everything was uploaded: {without_secrets(str(error))}")
             incomplete = True
         if incomplete:
-            rank_zero_info(f"wandb: to upload this run: wandb sync {shlex.quote(str(folder))}")
+            rank_zero_info(f"wandb: to upload this run: wandb sync {typed(folder)}")
 
 
 def _within(seconds: float, ask: Callable[[], bool]) -> bool:
