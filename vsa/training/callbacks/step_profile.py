@@ -227,9 +227,8 @@ def _table(times: StepTimes, floors: dict[str, float], record: dict[str, Any]) -
         table.add_section()
         table.add_row("the host's part, by the innermost call")
     for name, (ms, calls) in list(times.waited_for.items())[:_WAITED_FOR]:
-        table.add_row(
-            f"  {escape(name)}" + (f", {calls:.3g} calls" if calls else ""), f"{ms:.3g}", f"{ms / times.total:.1%}"
-        )
+        number = f", {calls:.3g} call{'' if calls == 1 else 's'}" if calls else ""
+        table.add_row(f"  {escape(name)}{number}", f"{ms:.3g}", f"{ms / times.total:.1%}")
     table.add_section()
     table.add_row("the step, profiled", f"{times.total:.4g}")
     table.add_row("the step without the profiler", f"{record['milliseconds']:.4g}")
