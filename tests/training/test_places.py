@@ -201,11 +201,26 @@ def test_toy_clips_are_not_rendered_into_a_run(runs):
         assert re.match(r"data\.(root|videos)=.*precious.* is inside a run", message)
 
 
-def test_what_the_run_is_to_read_is_not_removed(runs):
+SHARDS = ("data=folder", "~data.toy.size", "~data.toy.count")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        (*SHARDS, "data.root=PRECIOUS/checkpoints"),
+        (*SHARDS, "data.root=OUT/link/checkpoints"),
+        ("init_from=PRECIOUS",),
+    ],
+    ids=lambda settings: settings[-1],
+)
+def test_what_the_run_is_to_read_is_not_removed(runs, settings):
     folder = runs.folder("precious")
-    own = ("data=folder", "~data.toy.size", "~data.toy.count", f"data.root={folder}/checkpoints")
-    message = unharmed(runs, "run=precious", "overwrite=true", *own)
-    assert message == f"overwrite=true cannot remove {folder}: the run is to read data.root={folder}/checkpoints"
+    link = runs.output / "link"
+    if not link.exists():
+        link.symlink_to(folder)
+    settings = [text.replace("OUT", str(runs.output)).replace("PRECIOUS", str(folder)) for text in settings]
+    message = unharmed(runs, "run=precious", "overwrite=true", *settings)
+    assert message == f"overwrite=true cannot remove {folder}: the run is to read {settings[-1]}"
 
 
 def composed_with(*overrides: str):

@@ -29,7 +29,7 @@ from vsa.checkpoints.wan import attention_of
 from vsa.checkpoints.weight_files import TensorFiles, refuse_existing, save_tensors
 from vsa.checkpoints.weights import WeightSource
 from vsa.data.pretrained import weights_digest
-from vsa.files import atomic_folder
+from vsa.files import atomic_folder, typed
 from vsa.models.network import Network
 
 AdapterForm = Literal["diffusers", "comfyui", "musubi"]
@@ -176,7 +176,7 @@ class AdaptedWeights(WeightSource):
     def network(self, **options: Any) -> Network:
         if self._changes.new and not options.get("attention"):
             if self.sparse is None:
-                remedy = f"vsa convert {self.source} OUT --sparsity S --grid T H W writes one"
+                remedy = f"vsa convert {typed(Path(self.source))} OUT --sparsity S --grid T H W writes one"
                 raise ValueError(f"{self._place} has gates but no {SPARSE_CONFIG} beside it; {remedy}")
             options["attention"] = attention_of(self.sparse, options.pop("backend", None))
         return self._base.network(**options)

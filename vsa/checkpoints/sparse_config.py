@@ -19,7 +19,7 @@ from vsa.attention.sparge.mask import without_readings
 from vsa.attention.sparsity import ConstantSparsity, Scaling
 from vsa.attention.tiling import BlockOrder
 from vsa.attention.video_sparse import VideoSparseAttention
-from vsa.files import inner_name, parse_json, read_text, write_whole
+from vsa.files import inner_name, parse_json, read_text, typed, write_whole
 from vsa.settings import Bound, Count, Positive, validated
 
 SCHEMA_VERSION = 2
@@ -331,7 +331,8 @@ def read_sparse_config(folder: str | Path) -> SparseAttentionConfig:
     try:
         text = read_text(path)
     except FileNotFoundError:
-        remedy = f"vsa convert {folder} OUT --sparsity S --grid T H W writes it, with what they were trained with"
+        command = f"vsa convert {typed(path.parent)} OUT --sparsity S --grid T H W"
+        remedy = f"{command} writes it, with what they were trained with"
         raise ValueError(f"{path} is missing: it says how gates of a sparse checkpoint are used; {remedy}") from None
     try:
         return SparseAttentionConfig.from_json(text)

@@ -138,12 +138,12 @@ def refuse_unreadable(settings: Sequence[str]) -> None:
             OverridesParser.create().parse_override(word)
         except HydraException:
             key, equals, value = word.partition("=")
+            dotted = re.sub(r"\[(\d+)\]", r".\1", key)
+            if dotted != key:
+                wanted = shlex.quote(dotted + equals + value)
+                raise ValueError(f"{word}: numbers of list items follow a dot: {wanted}") from None
             if not equals:
                 raise ValueError(f"{word}: expected KEY=VALUE, such as experiment={word}") from None
-            if (dotted := re.sub(r"\[(\d+)\]", r".\1", key)) != key:
-                raise ValueError(
-                    f"{word}: numbers of list items follow a dot: {shlex.quote(f'{dotted}={value}')}"
-                ) from None
             text = value.replace('"', "")
             typed = re.sub(r"[^][,]+", lambda part: f'"{part[0].strip()}"', text) if text[:1] == "[" else f'"{text}"'
             wanted = shlex.quote(f"{key}={typed}")

@@ -21,7 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 from vsa.checkpoints.run_checkpoint import Checkpoint, list_checkpoints
 from vsa.checkpoints.run_folder import RunFolder, locked, refuse_inside_run
 from vsa.checkpoints.wan_config import transformer_config
-from vsa.config import build, build_task, check_settings, check_targets, in_run_folder, model_factory, resolved
+from vsa.config import TABLES, build, build_task, check_settings, check_targets, in_run_folder, model_factory, resolved
 from vsa.data.parallel_dims import ParallelDims
 from vsa.data.sample_store import follow_codec
 from vsa.errors import told_together
@@ -208,14 +208,20 @@ def _check_values(cfg: DictConfig) -> None:
 
 def _check_inputs(cfg: DictConfig) -> None:
     """Refuse to remove a folder with what the run is to read."""
-    run_dir = Path(cfg.run_dir).resolve()
-    for name in ("data", "task"):
-        for path, value in leaves(OmegaConf.to_container(cfg[name], resolve=True), (name,)):
-            # no option of a file or folder is longer
-            place = Path(value) if isinstance(value, str) and value and len(value) < 4096 else None
-            if place is not None and os.path.lexists(place) and place.resolve().is_relative_to(run_dir):
-                key = ".".join(path)
-                raise ValueError(f"overwrite=true cannot remove {cfg.run_dir}: the run is to read {key}={value}")
+    run_dir = run_folder_of(cfg)
+    settings: Any = OmegaConf.to_container(cfg, resolve=True)
+    for name, node in settings.items():
+        # what is written there
+        if name in ("run_dir", "trainer", *TABLES):
+            continue
+        for path, value in leaves(node, (str(name),)):
+            # a list of shards may be a URL with braces
+            place = Path(value.removeprefix("file://").partition("{")[0] if isinstance(value, str) else "")
+            inside = place.absolute().is_relative_to(run_dir.absolute()) or (
+                os.path.lexists(place) and place.resolve().is_relative_to(run_dir.resolve())
+            )
+            if place.name and inside:
+                raise ValueError(f"overwrite=true cannot remove {run_dir}: the run is to read {'.'.join(path)}={value}")
 
 
 def _train(

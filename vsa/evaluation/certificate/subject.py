@@ -29,6 +29,7 @@ from vsa.evaluation.comparison.methods import AS_TRAINED, Method, parse_method, 
 from vsa.evaluation.comparison.pipelines import PipelineModel
 from vsa.evaluation.comparison.settings import CompareSettings
 from vsa.evaluation.inspection.clip import Clip, check_numbers, check_timesteps, clip_names
+from vsa.files import typed
 from vsa.integrations.diffusers.families import FAMILIES
 from vsa.integrations.diffusers.families.wan import FAMILY as WAN
 from vsa.integrations.diffusers.pipeline import FIRST, SECOND, open_pipeline
@@ -221,7 +222,7 @@ class Subject:
         elif pipeline is None:
             reason = f"needs a VAE and a text encoder, name a {known} with --pipeline"
         elif self.method is not None and pipeline != asked.model:
-            reason = f"a dense model is rendered in its own pipeline: vsa certify {pipeline}"
+            reason = f"a dense model is rendered in its own pipeline: vsa certify {typed(Path(pipeline))}"
         elif (index := place / "model_index.json").is_file():
             name = read_json(index).get("_class_name")
             lacking = [part for part in ("vae", "text_encoder") if not (Path(pipeline) / part).is_dir()]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from vsa.checkpoints.run_checkpoint import write_checkpoint
 from vsa.data.batch import VideoBatch
-from vsa.files import atomic_file, open_tensors, parse_json, shown
+from vsa.files import atomic_file, open_tensors, parse_json, shown, typed
 from vsa.settings import Count, validated
 from vsa.training.modules.base import DiffusionModule
 from vsa.training.run_state import REPLAY, networks_of, parts_of, values_of
@@ -103,7 +103,7 @@ class NanDump(L.Callback):
                     failure = error
         line = f"step {step}: gradients of {network} are not finite, the update is dropped"
         if failure is None:
-            rank_zero_info(f"{line}: vsa replay {path} runs it again ({size / 1e6:,.1f} MB)")
+            rank_zero_info(f"{line}: vsa replay {typed(path)} runs it again ({size / 1e6:,.1f} MB)")
         else:
             rank_zero_info(f"{line}; the dump for vsa replay could not be written: {failure}")
 
