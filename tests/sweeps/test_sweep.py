@@ -174,6 +174,12 @@ def test_a_sweep_that_is_killed_goes_on_with_what_is_missing(attempt, command_li
     assert err.startswith(f"error: {folder} holds runs of other settings at f, taken: give another sweep.name")
     assert files(folder / "f") | {"log": ((folder / "f.log").read_bytes(), 0)} == content
 
+    # nor are runs removed that the new ones are to read
+    status, _, err = command_line("sweep", "mine", *words, f"init_from={folder / 'f'}", "overwrite=true")
+    assert (status, err.count("\n")) == (1, 1)
+    assert err == f"error: overwrite=true cannot remove {folder / 'f'}: the run is to read init_from={folder / 'f'}\n"
+    assert files(folder / "f") | {"log": ((folder / "f.log").read_bytes(), 0)} == content
+
 
 TRAINING_FREE = """
 variants:

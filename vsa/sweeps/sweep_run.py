@@ -30,7 +30,7 @@ from vsa.sweeps.points import Point, at_learning_rates, at_seeds, learning_rates
 from vsa.sweeps.record import SweepRecord
 from vsa.sweeps.watch import SweepDisplay
 from vsa.training.launch import INPUT_ERRORS
-from vsa.training.train import check_run
+from vsa.training.train import check_run, refuse_own_inputs
 
 if TYPE_CHECKING:
     from vsa.sweeps.sweeper import PointSweeper
@@ -132,7 +132,7 @@ class SweepRun:
         for point in variants:
             rank_zero_info(f"checking {point.name}")
             try:
-                config: Any = self._sweeper.compose([*self._settings, *point.overrides, *self._place(point)])
+                config = self._composed(point)
                 check_run(config, opened)
                 centres[point.name] = config.optim.lr
             except (ValueError, OSError, *INPUT_ERRORS) as error:
@@ -142,6 +142,9 @@ class SweepRun:
         if not centres:
             raise ValueError(refused[0][1])
         return centres, refused
+
+    def _composed(self, point: Point) -> Any:
+        return self._sweeper.compose([*self._settings, *point.overrides, *self._place(point)])
 
     def _place(self, point: Point) -> list[str]:
         return [key_value("run", point.name), key_value("run_dir", self._folder / point.name)]
@@ -190,6 +193,8 @@ class SweepRun:
                 f"{self._folder} holds runs of other settings at {', '.join(point.name for point in changed)}: "
                 "give another sweep.name, or start these over with overwrite=true"
             )
+        for point in changed:
+            refuse_own_inputs(self._composed(point))
         for point in changed:
             self._record.forget(point)
 

@@ -127,6 +127,24 @@ def _is_requeued() -> bool:
     return os.environ.get("SLURM_RESTART_COUNT", "0") not in ("", "0")
 
 
+def refuse_own_inputs(cfg: DictConfig) -> None:
+    """Raise ValueError if a setting of a run names what lies in its folder, which is to be removed."""
+    run_dir = run_folder_of(cfg)
+    settings: Any = OmegaConf.to_container(cfg, resolve=True)
+    for name, node in settings.items():
+        # what is written there
+        if name in ("run_dir", "trainer", *TABLES):
+            continue
+        for path, value in leaves(node, (str(name),)):
+            # a list of shards may be a URL with braces
+            place = Path(value.removeprefix("file://").partition("{")[0] if isinstance(value, str) else "")
+            inside = place.absolute().is_relative_to(run_dir.absolute()) or (
+                os.path.lexists(place) and place.resolve().is_relative_to(run_dir.resolve())
+            )
+            if place.name and inside:
+                raise ValueError(f"overwrite=true cannot remove {run_dir}: the run is to read {'.'.join(path)}={value}")
+
+
 def check_run(cfg: DictConfig, opened: dict[str, Any]) -> DictConfig:
     """Refuse a new run that `train` would refuse before its first step; missing data are prepared.
 
@@ -201,27 +219,9 @@ def _check_values(cfg: DictConfig) -> None:
     if videos is not None and "toy" not in cfg.data and cfg.ckpt_path is None and not Path(str(videos)).is_dir():
         raise ValueError(f"data.videos={videos}: no such folder, expected the one that the shards were made from")
     if overwrites(cfg):
-        _check_inputs(cfg)
+        refuse_own_inputs(cfg)
     _check_precision(cfg.trainer.precision)
     _check_accelerator(cfg.trainer.accelerator)
-
-
-def _check_inputs(cfg: DictConfig) -> None:
-    """Refuse to remove a folder with what the run is to read."""
-    run_dir = run_folder_of(cfg)
-    settings: Any = OmegaConf.to_container(cfg, resolve=True)
-    for name, node in settings.items():
-        # what is written there
-        if name in ("run_dir", "trainer", *TABLES):
-            continue
-        for path, value in leaves(node, (str(name),)):
-            # a list of shards may be a URL with braces
-            place = Path(value.removeprefix("file://").partition("{")[0] if isinstance(value, str) else "")
-            inside = place.absolute().is_relative_to(run_dir.absolute()) or (
-                os.path.lexists(place) and place.resolve().is_relative_to(run_dir.resolve())
-            )
-            if place.name and inside:
-                raise ValueError(f"overwrite=true cannot remove {run_dir}: the run is to read {'.'.join(path)}={value}")
 
 
 def _train(
