@@ -133,7 +133,7 @@ def refuse_own_inputs(cfg: DictConfig) -> None:
     settings: Any = OmegaConf.to_container(cfg, resolve=True)
     for name, node in settings.items():
         # what is written there
-        if name in ("run_dir", "trainer", *TABLES):
+        if name in ("output_dir", "run_dir", "trainer", *TABLES):
             continue
         for path, value in leaves(node, (str(name),)):
             # a list of shards may be a URL with braces
