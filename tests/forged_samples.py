@@ -34,6 +34,11 @@ def edit_index(root: Path, change: Callable[[dict[str, Any]], object]) -> None:
     (root / INDEX_NAME).write_text(f'{{"index_sha256": "{seal}", {body[1:]}')
 
 
+def abouts(index: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """What an index knows of its samples."""
+    return (about for shard in index["shards"] for about in shard.get("about", ()))
+
+
 def forge(root: Path, sample: str, kind: str, payload: bytes) -> None:
     """Replace the bytes of a member, `kind` latents or texts, and update all digests."""
     index = json.loads((root / INDEX_NAME).read_text())

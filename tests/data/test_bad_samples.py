@@ -11,7 +11,6 @@ import torch
 from tests.data.test_datamodule import assert_equal, attach, batches, module
 from tests.forged_samples import TEXT, Forgery, forge, forgeries
 from vsa.data.bad_samples import BadSampleError, NoGoodSample, read_drop_list, write_drop_list
-from vsa.data.index import INDEX_NAME
 from vsa.data.shards import LatentReader
 
 
@@ -169,21 +168,6 @@ def test_a_drop_list_may_name_the_source(tmp_path: Path) -> None:
     path.write_text("# a remark\nstills/a\tdigest in x.tar\nb\n\n")
     sources = {"films": ["a", "b"], "stills": ["a", "b"]}
     assert read_drop_list(path, sources) == {"films": {"b"}, "stills": {"a", "b"}}
-
-
-def test_an_index_of_an_earlier_version_is_read_and_told(tmp_path: Path, make_dataset, caplog) -> None:
-    root = make_dataset(tmp_path / "set")
-    with caplog.at_level(logging.INFO):
-        new = module(root)
-    assert "digest" not in caplog.text
-    text = (root / INDEX_NAME).read_text()
-    # what earlier versions wrote: the same without its first value
-    (root / INDEX_NAME).write_text("{" + text.partition(", ")[2])
-    with caplog.at_level(logging.INFO):
-        old = module(root)
-    assert "was written by an earlier version without a digest of the index" in caplog.text
-    assert old.plan_hash == new.plan_hash
-    assert_equal(batches(attach(old, steps=3)), batches(attach(new, steps=3)))
 
 
 def test_reading_names_cause_shard_and_sample(spoilt: Path) -> None:

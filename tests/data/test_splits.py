@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 from tests.data.encoding import encode_folder
 from tests.data.test_datamodule import ENCODER, attach, batches, module
+from tests.forged_samples import abouts, edit_index
 from vsa.data.codecs import HaarCodec
 from vsa.data.index import About, SampleEntry, Span
 from vsa.data.shard_writer import ShardWriter
@@ -116,7 +118,7 @@ def test_enough_clips_of_whole_films_are_held_out(shots: Path) -> None:
 )
 def test_prefixes(source: str, group: str) -> None:
     span = Span(shard="x", offset=0, size=1, sha256="")
-    about = About(source=source)
+    about = About(moments="", source=source)
     entry = SampleEntry(id="x", latent_shape=(1, 1, 1, 1), latent=span, text=span, captions=1, about=about)
     assert split_group("prefix", None)(entry) == group
 
@@ -152,19 +154,14 @@ def test_statistics_leave_held_out_samples_out(films: Path) -> None:
     torch.testing.assert_close(whole.latent_mean, expected(train | val)[0], rtol=1e-5, atol=1e-5)
 
 
-def test_a_data_set_of_an_earlier_version_names_what_it_lacks(films: Path, tmp_path: Path) -> None:
-    root = tmp_path / "old"
-    root.mkdir()
-    content = json.loads((films / "index.json").read_text())
-    content.pop("index_sha256")
-    for shard in content["shards"]:
-        shard.pop("about", None)
-        (root / shard["name"]).symlink_to(films / shard["name"])
-    (root / "index.json").write_text(json.dumps(content))
+def test_a_data_set_without_files_and_statistics_names_what_it_lacks(films: Path, tmp_path: Path) -> None:
+    root = Path(shutil.copytree(films, tmp_path / "set"))
+    edit_index(root, lambda index: [about.pop("source") for about in abouts(index)])
     assert module(root).plan_hash == module(films).plan_hash
     with pytest.raises(ValueError, match=r"data\.val_by=prefix: the index does not say which file sample clip-"):
         module(root, val_by="prefix")
-    with pytest.raises(ValueError, match=r"index\.json holds no statistics of sample clip-"):
+    edit_index(root, lambda index: [about.update(moments="AAAA") for about in abouts(index)])
+    with pytest.raises(ValueError, match=r"index\.json: statistics of clip-.* are not 16 means and deviations"):
         module(root, stats="train")
 
 

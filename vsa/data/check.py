@@ -71,8 +71,6 @@ def _print_content(index: DatasetIndex) -> None:
         print(f"image condition of {index.cond_channels} channels")
     if (image := index.image_encoder) is not None:
         print(f"image encoder {image.id} ({image.hash}), {image.dim} wide, {image.tokens} tokens")
-    if not index.sealed:
-        print("the index was written by an earlier version without a digest of the index: damage to it is not detected")
     captions = sum(sample.captions for sample in index.samples.values())
     size = sum(shard.bytes for shard in index.shards.values())
     print(f"{len(index.samples)} samples with {captions} captions in {len(index.shards)} shards of {size:,} bytes: ok")

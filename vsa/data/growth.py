@@ -38,7 +38,7 @@ def set_to_grow(
         return None
     index = DatasetIndex.load(root / INDEX_NAME)
     if any(sample.about.source is None for sample in index.samples.values()):
-        raise ValueError(f"{root} was encoded by an earlier version, which did not record the files: encode it again")
+        raise ValueError(f"{root} does not say which files it was encoded from: encode it again")
     pairs: list[tuple[str, Any, Any]] = [
         ("codec", index.codec, CodecInfo.of(codec)),
         ("text encoder", index.text_encoder, TextInfo.of(text_encoder)),

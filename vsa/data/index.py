@@ -37,8 +37,8 @@ USUAL_FPS = 8.0
 _ID = re.compile(r"[A-Za-z0-9_-]{1,128}")
 _SHARD_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,127}")
 _SEAL = re.compile(r'\{"index_sha256": "([0-9a-f]{64})", ')
-_KEYS = {"codec", "text_encoder", "latent_mean", "latent_std", "null_text", "shards"}
-_OTHER_KEYS = {"index_sha256", "schema", "cond_channels", "image_encoder", "revision", "previous"}
+_KEYS = {"codec", "text_encoder", "latent_mean", "latent_std", "cond_channels", "null_text", "shards"}
+_OTHER_KEYS = {"index_sha256", "schema", "image_encoder", "revision", "previous"}
 # far above the values of data sets, far below those that exhaust a machine
 _MOST_CHANNELS = _MOST_TOKENS = _MOST_WIDTH = 65_536
 _MOST_STRIDE, _MOST_SIDE, _MOST_CAPTIONS, _MOST_BYTES, _MOST_REVISIONS = 1024, 1 << 20, 100_000, 1 << 50, 100_000
@@ -103,20 +103,20 @@ class Span:
 
 @dataclass(frozen=True, kw_only=True)
 class About:
-    """Metadata of a sample besides its latents and captions; empty in data sets of earlier versions.
+    """Metadata of a sample besides its latents and captions.
 
     Args:
-        source: name of the file from which it was cut.
-        fields: further fields of that file in the caption file.
         moments: means and standard deviations of its latents by channel, float32 `[2, C]` in base64.
+        source: name of the file from which it was cut; None: not known.
+        fields: further fields of that file in the caption file.
         fps: frames per second.
         start: number of its first frame in that file.
         resampled: whether frames of the file are counted after it was resampled to `fps`.
     """
 
+    moments: str
     source: str | None = None
     fields: Mapping[str, str] = field(default_factory=dict)
-    moments: str | None = None
     fps: float = USUAL_FPS
     start: int = 0
     resampled: bool = False
@@ -131,7 +131,7 @@ class SampleEntry:
     latent: Span
     text: Span
     captions: int
-    about: About = About()
+    about: About
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,7 +157,6 @@ class DatasetIndex:
         samples: samples by id, in the order they were written.
         cond_channels: channels of the image condition stored with every latent; 0 without one.
         image_encoder: encoder of the image tokens stored with every latent; None without them.
-        sealed: whether the file contains its own digest; files of earlier versions do not.
         revision: 1 for a set that has not grown.
         previous: SHA-256 of the index of the revision before it.
     """
@@ -171,7 +170,6 @@ class DatasetIndex:
     samples: Mapping[str, SampleEntry]
     cond_channels: int = 0
     image_encoder: ImageInfo | None = None
-    sealed: bool = True
     revision: int = 1
     previous: str | None = None
 
@@ -253,13 +251,12 @@ class DatasetIndex:
             raise ValueError(f"{path} is damaged: it differs from its own digest")
         if schema != SCHEMA:
             raise ValueError(f"{path}: expected schema {SCHEMA}, got {schema!r}")
+        if not seal:
+            raise ValueError(f"{path} is damaged, or from before version 0.1.0: it does not begin with its own digest")
         try:
-            # the key of the digest may be damaged too
             if odd := sorted(content.keys() ^ _KEYS ^ (content.keys() & _OTHER_KEYS)):
                 raise ValueError(f"missing or unknown keys {odd}")
-            if ("index_sha256" in content) != (seal is not None):
-                raise ValueError("index_sha256 must be the first key")
-            return replace(_parse(content), sealed=seal is not None)
+            return _parse(content)
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
             raise ValueError(f"{path} is not a complete index: {type(error).__name__} {error}") from error
 
@@ -290,9 +287,7 @@ def _parse(content: dict[str, Any]) -> DatasetIndex:
             raise ValueError(f"shard name {name!r}")
         size = whole(f"{name}.bytes", record["bytes"], 1, _MOST_BYTES)
         shards[name] = ShardEntry(name=name, bytes=size, sha256=digest(f"{name}.sha256", record["sha256"]))
-        rows = record.get("latents", [])
-        # data sets of earlier versions have none
-        for (sample, *place), about in zip(rows, record.get("about", [{}] * len(rows)), strict=True):
+        for (sample, *place), about in zip(record.get("latents", ()), record.get("about", ()), strict=True):
             if sample in latents or not valid_id(sample):
                 raise ValueError(f"latent {sample!r} in {name}")
             shape, span = _shape(f"{name}.latent_shape", record["latent_shape"], codec), _span(shards[name], *place)
@@ -322,8 +317,7 @@ def _parse(content: dict[str, Any]) -> DatasetIndex:
             )
             for name, (shape, span, about) in latents.items()
         },
-        # absent in data sets of earlier versions
-        cond_channels=whole("cond_channels", content.get("cond_channels", 0), 0, _MOST_CHANNELS),
+        cond_channels=whole("cond_channels", content["cond_channels"], 0, _MOST_CHANNELS),
         image_encoder=_image_encoder(content["image_encoder"]) if "image_encoder" in content else None,
         # absent in a set that has not grown
         revision=whole("revision", content.get("revision", 1), 1, _MOST_REVISIONS),
@@ -335,9 +329,9 @@ def _about(sample: str, content: dict[str, Any]) -> About:
     if not content.keys() <= {"source", "fields", "moments", "fps", "start", "resampled"}:
         raise ValueError(f"what is known of {sample} is {sorted(content)}")
     return About(
+        moments=words(f"{sample}.moments", content["moments"], most=1 << 20),
         source=words(f"{sample}.source", content["source"]) if "source" in content else None,
         fields={str(name): words(f"{sample}.{name}", value) for name, value in content.get("fields", {}).items()},
-        moments=words(f"{sample}.moments", content["moments"], most=1 << 20) if "moments" in content else None,
         fps=reals(f"{sample}.fps", [content.get("fps", USUAL_FPS)], positive=True)[0],
         start=whole(f"{sample}.start", content.get("start", 0), 0, _MOST_BYTES),
         resampled=content.get("resampled") is True,

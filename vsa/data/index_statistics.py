@@ -44,12 +44,10 @@ def statistics_of(samples: Iterable[SampleEntry], channels: int) -> tuple[Tensor
     """Mean and standard deviation float64 `[C]` over the latents of the given samples, from their moments."""
     cells, moments = list[int](), list[np.ndarray]()
     for sample in samples:
-        payload = b"" if sample.about.moments is None else base64.b64decode(sample.about.moments)
+        payload = base64.b64decode(sample.about.moments)
         values = np.frombuffer(payload, dtype="<f4") if len(payload) == 8 * channels else np.array([np.nan])
         if not np.isfinite(values).all():
-            raise ValueError(
-                f"{INDEX_NAME} holds no statistics of sample {sample.id}: it was written by an earlier version"
-            )
+            raise ValueError(f"{INDEX_NAME}: statistics of {sample.id} are not {channels} means and deviations")
         cells.append(math.prod(sample.latent_shape[1:]))
         moments.append(values.reshape(2, channels))
     weights = torch.tensor(cells, dtype=torch.float64)[:, None] / sum(cells)

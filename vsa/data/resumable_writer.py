@@ -33,7 +33,7 @@ from vsa.threads import each_in_threads
 
 _PARTS = "parts"
 _DONE = "done.json"
-_RECORD = {"samples": Count, "skipped": list[tuple[str, str]], "notes?": list[tuple[str, Any]], "settings": dict}
+_RECORD = {"samples": Count, "skipped": list[tuple[str, str]], "notes": list[tuple[str, Any]], "settings": dict}
 
 # the only entries of the folder of parts, which is removed as a whole
 _PART_ENTRY = re.compile(r"\d{5,}(/(done\.json|index\.json|(latents|text|\.tmp)-[\w.-]+))?")
@@ -190,8 +190,7 @@ def write_parts(
     return PartsReport(
         samples=sum(part["samples"] for part in records),
         skipped=tuple((name, reason) for part in records for name, reason in part["skipped"]),
-        # absent in parts of earlier versions
-        notes=tuple((kind, value) for part in records for kind, value in part.get("notes", ())),
+        notes=tuple((kind, value) for part in records for kind, value in part["notes"]),
         complete=len(records) == len(parts),
     )
 

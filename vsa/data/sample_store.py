@@ -122,28 +122,21 @@ def open_shards(
             tell(f"{roots[name]} has grown to revision {newest.revision}; revision {index.revision} of it is used")
     indexes = {name: index for name, (index, _) in opened.items()}
     known = {name: newest.samples.keys() for name, (_, newest) in opened.items()}
-    indexes = chosen_samples(indexes, roots, drop=drop, tell=tell, known=known)
+    indexes = chosen_samples(indexes, drop=drop, tell=tell, known=known)
     return ShardStore({name: LatentReader(root, index=indexes[name]) for name, root in roots.items()})
 
 
 def chosen_samples(
     indexes: Mapping[str, DatasetIndex],
-    roots: Mapping[str, str | Path],
     *,
     drop: str | Path | None,
     tell: Callable[[str], None],
     known: Mapping[str, Collection[str]] | None = None,
 ) -> Mapping[str, DatasetIndex]:
-    """The indexes without the samples of a drop list; reports those without a digest.
+    """The indexes without the samples of a drop list.
 
     Arguments as in `open_shards`; a drop list may also name samples of newer revisions, `known`.
     """
-    for name, index in indexes.items():
-        if not index.sealed:
-            tell(
-                f"{roots[name]}/{INDEX_NAME} was written by an earlier version without a digest of the index: "
-                "damage to it is not detected"
-            )
     if drop is None:
         return indexes
     samples = {name: index.samples.keys() for name, index in indexes.items()}

@@ -192,9 +192,9 @@ class ShardWriter:
         }
         moving = info.get("clip_size", [1])[0] > 1
         about = About(
+            moments=encoded_moments(latent.float()),
             source=info.get("source"),
             fields=info.get("fields") or {},
-            moments=encoded_moments(latent.float()),
             fps=info.get("fps", USUAL_FPS) if moving or "start" in info else USUAL_FPS,
             start=info.get("start", 0),
             resampled=info.get("resampled", False),

@@ -85,8 +85,7 @@ class StreamDataModule(PlanDataModule):
         for name, each in shards.items():
             each.check(indexes[name])
         self._refuse_shared(indexes)
-        roots = {name: each.folder for name, each in shards.items()}
-        chosen_indexes = chosen_samples(indexes, roots, drop=self.drop, tell=rank_zero_info)
+        chosen_indexes = chosen_samples(indexes, drop=self.drop, tell=rank_zero_info)
         store = StreamStore({name: open_reader(each.folder, chosen_indexes[name]) for name, each in shards.items()})
         refuse_other_encoders(store, self.codec, self.text_encoder)
         parts = [part for part in self._train.samples(chosen_indexes[TRAIN]) if part]
