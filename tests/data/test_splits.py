@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 import json
+import math
 import shutil
+import struct
 from pathlib import Path
 
 import pytest
@@ -12,6 +15,7 @@ import torch
 from tests.data.encoding import encode_folder
 from tests.data.test_datamodule import ENCODER, attach, batches, module
 from tests.forged_samples import abouts, edit_index
+from vsa.data.check import check_dataset
 from vsa.data.codecs import HaarCodec
 from vsa.data.index import About, SampleEntry, Span
 from vsa.data.shard_writer import ShardWriter
@@ -154,15 +158,29 @@ def test_statistics_leave_held_out_samples_out(films: Path) -> None:
     torch.testing.assert_close(whole.latent_mean, expected(train | val)[0], rtol=1e-5, atol=1e-5)
 
 
+def encoded(values: list[float]) -> str:
+    return base64.b64encode(struct.pack("<32f", *values)).decode()
+
+
 def test_a_data_set_without_files_and_statistics_names_what_it_lacks(films: Path, tmp_path: Path) -> None:
     root = Path(shutil.copytree(films, tmp_path / "set"))
     edit_index(root, lambda index: [about.pop("source") for about in abouts(index)])
     assert module(root).plan_hash == module(films).plan_hash
     with pytest.raises(ValueError, match=r"data\.val_by=prefix: the index does not say which file sample clip-"):
         module(root, val_by="prefix")
-    edit_index(root, lambda index: [about.update(moments="AAAA") for about in abouts(index)])
-    with pytest.raises(ValueError, match=r"index\.json: statistics of clip-.* are not 16 means and deviations"):
-        module(root, stats="train")
+    # cut, not base64, not numbers, negative deviations
+    for moments in ("AAAA", "AAA", "!", "é", encoded([math.nan] * 32), encoded([1] * 16 + [-1] * 16)):
+        edit_index(root, lambda index, moments=moments: [about.update(moments=moments) for about in abouts(index)])
+        with pytest.raises(ValueError, match=r"index\.json: statistics of clip-.* are not 16 means and deviations"):
+            module(root, stats="train")
+
+
+def test_statistics_that_differ_from_the_latents_are_found(films: Path, tmp_path: Path) -> None:
+    root = Path(shutil.copytree(films, tmp_path / "set"))
+    check_dataset(root)
+    edit_index(root, lambda index: next(abouts(index)).update(moments=encoded([0] * 16 + [1] * 16)))
+    with pytest.raises(ValueError, match=r"index\.json: statistics of clip-.* differ from those of its latents"):
+        check_dataset(root)
 
 
 def test_encoding_keeps_files_and_fields(tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from vsa.data.bad_samples import BadSampleError, write_drop_list
 from vsa.data.clip_rules import patch_of
-from vsa.data.index import DatasetIndex, SampleEntry
-from vsa.data.index_statistics import deviation_or_one
+from vsa.data.index import INDEX_NAME, DatasetIndex, SampleEntry
+from vsa.data.index_statistics import decoded_moments, deviation_or_one
 from vsa.data.revisions import open_local_index
 from vsa.data.shards import LatentReader
 from vsa.errors import first_of
@@ -88,6 +88,13 @@ def _problems(reader: LatentReader, sample: SampleEntry, sums: Tensor) -> Iterat
         return
     flat = latent.double().flatten(1)
     sums += torch.stack([torch.full((len(flat),), flat.shape[1]), flat.sum(1), (flat**2).sum(1)])
+    try:
+        stored = torch.tensor(decoded_moments(sample, len(flat)))
+        actual = torch.stack([flat.mean(1), flat.std(1, correction=0)])
+        if ((stored - actual).abs() > _TOLERANCE * actual[1] + 1e-6 * actual[0].abs()).any():
+            raise ValueError(f"{INDEX_NAME}: statistics of {sample.id} differ from those of its latents")
+    except ValueError as error:
+        yield f"statistics in {INDEX_NAME}", str(error)
     patch = patch_of(reader.index.codec.id)
     if any(side % patch for side in sample.latent_shape[2:]):
         shape = "x".join(map(str, sample.latent_shape))

@@ -37,8 +37,9 @@ USUAL_FPS = 8.0
 _ID = re.compile(r"[A-Za-z0-9_-]{1,128}")
 _SHARD_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,127}")
 _SEAL = re.compile(r'\{"index_sha256": "([0-9a-f]{64})", ')
-_KEYS = {"codec", "text_encoder", "latent_mean", "latent_std", "cond_channels", "null_text", "shards"}
-_OTHER_KEYS = {"index_sha256", "schema", "image_encoder", "revision", "previous"}
+_KEYS = {"index_sha256", "schema", "codec", "text_encoder", "latent_mean", "latent_std"}
+_KEYS |= {"cond_channels", "null_text", "shards"}
+_OTHER_KEYS = {"image_encoder", "revision", "previous"}
 # far above the values of data sets, far below those that exhaust a machine
 _MOST_CHANNELS = _MOST_TOKENS = _MOST_WIDTH = 65_536
 _MOST_STRIDE, _MOST_SIDE, _MOST_CAPTIONS, _MOST_BYTES, _MOST_REVISIONS = 1024, 1 << 20, 100_000, 1 << 50, 100_000
@@ -199,7 +200,7 @@ class DatasetIndex:
             records[text.shard].setdefault("texts", []).append(row)
         content = {
             "schema": SCHEMA,
-            # without them, an index equals those of earlier versions
+            # absent in a set that has not grown
             **({} if self.previous is None else {"revision": self.revision, "previous": self.previous}),
             "codec": asdict(self.codec),
             "text_encoder": asdict(self.text_encoder),
@@ -252,7 +253,10 @@ class DatasetIndex:
         if schema != SCHEMA:
             raise ValueError(f"{path}: expected schema {SCHEMA}, got {schema!r}")
         if not seal:
-            raise ValueError(f"{path} is damaged, or from before version 0.1.0: it does not begin with its own digest")
+            raise ValueError(
+                f"{path} is damaged, or from before version 0.1.0: "
+                "it does not begin with its own digest, encode the data set again"
+            )
         try:
             if odd := sorted(content.keys() ^ _KEYS ^ (content.keys() & _OTHER_KEYS)):
                 raise ValueError(f"missing or unknown keys {odd}")
@@ -287,7 +291,10 @@ def _parse(content: dict[str, Any]) -> DatasetIndex:
             raise ValueError(f"shard name {name!r}")
         size = whole(f"{name}.bytes", record["bytes"], 1, _MOST_BYTES)
         shards[name] = ShardEntry(name=name, bytes=size, sha256=digest(f"{name}.sha256", record["sha256"]))
-        for (sample, *place), about in zip(record.get("latents", ()), record.get("about", ()), strict=True):
+        rows, abouts = record.get("latents", []), record.get("about", [])
+        if len(rows) != len(abouts):
+            raise ValueError(f"{name} has {len(rows)} latents, but {len(abouts)} entries about them")
+        for (sample, *place), about in zip(rows, abouts, strict=True):
             if sample in latents or not valid_id(sample):
                 raise ValueError(f"latent {sample!r} in {name}")
             shape, span = _shape(f"{name}.latent_shape", record["latent_shape"], codec), _span(shards[name], *place)
@@ -326,7 +333,7 @@ def _parse(content: dict[str, Any]) -> DatasetIndex:
 
 
 def _about(sample: str, content: dict[str, Any]) -> About:
-    if not content.keys() <= {"source", "fields", "moments", "fps", "start", "resampled"}:
+    if not {"moments"} <= content.keys() <= {"source", "fields", "moments", "fps", "start", "resampled"}:
         raise ValueError(f"what is known of {sample} is {sorted(content)}")
     return About(
         moments=words(f"{sample}.moments", content["moments"], most=1 << 20),

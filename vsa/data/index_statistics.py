@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from vsa.data.index import INDEX_NAME, DatasetIndex, SampleEntry
+from vsa.data.index_values import LARGEST_VALUE
 
 
 def deviation_or_one(std: Tensor) -> Tensor:
@@ -40,16 +41,29 @@ def encoded_moments(latents: Tensor) -> str:
     return base64.b64encode(moments.numpy().astype("<f4").tobytes()).decode()
 
 
+def decoded_moments(sample: SampleEntry, channels: int) -> np.ndarray:
+    """Means and standard deviations float32 `[2, C]` of a sample, from its `About.moments`.
+
+    Raises:
+        ValueError: they are no such numbers; names the sample.
+    """
+    try:
+        payload = base64.b64decode(sample.about.moments, validate=True)
+    except ValueError:
+        payload = b""
+    if len(payload) == 8 * channels:
+        values = np.frombuffer(payload, dtype="<f4").reshape(2, channels)
+        if (abs(values) <= LARGEST_VALUE).all() and (values[1] >= 0).all():
+            return values
+    raise ValueError(f"{INDEX_NAME}: statistics of {sample.id} are not {channels} means and deviations")
+
+
 def statistics_of(samples: Iterable[SampleEntry], channels: int) -> tuple[Tensor, Tensor]:
     """Mean and standard deviation float64 `[C]` over the latents of the given samples, from their moments."""
     cells, moments = list[int](), list[np.ndarray]()
     for sample in samples:
-        payload = base64.b64decode(sample.about.moments)
-        values = np.frombuffer(payload, dtype="<f4") if len(payload) == 8 * channels else np.array([np.nan])
-        if not np.isfinite(values).all():
-            raise ValueError(f"{INDEX_NAME}: statistics of {sample.id} are not {channels} means and deviations")
         cells.append(math.prod(sample.latent_shape[1:]))
-        moments.append(values.reshape(2, channels))
+        moments.append(decoded_moments(sample, channels))
     weights = torch.tensor(cells, dtype=torch.float64)[:, None] / sum(cells)
     mean, std = torch.from_numpy(np.stack(moments).astype(np.float64)).unbind(1)
     pooled = (weights * mean).sum(0)
