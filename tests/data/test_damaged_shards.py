@@ -146,7 +146,7 @@ CHANGES: dict[str, tuple[Change, str]] = {
     "null": (lambda i: i["null_text"].update(shard="absent.tar"), "absent.tar"),
     "codec": (lambda i: i.pop("codec"), "codec"),
     "nothing about samples": (lambda i: first(i).pop("about"), "latents, but 0 entries about them"),
-    "one sample without statistics": (lambda i: first(i)["about"][1].pop("moments"), "is known of "),
+    "one sample without statistics": (lambda i: first(i)["about"][1].pop("moments"), ": expected moments and any of "),
     "list": (lambda i: i.update(shards=3), "not a complete index"),
     "mean NaN": (entry("latent_mean", 2, math.nan), "latent_mean[2]=nan"),
     "mean Inf": (entry("latent_mean", 0, math.inf), "latent_mean[0]=inf"),

@@ -333,8 +333,9 @@ def _parse(content: dict[str, Any]) -> DatasetIndex:
 
 
 def _about(sample: str, content: dict[str, Any]) -> About:
-    if not {"moments"} <= content.keys() <= {"source", "fields", "moments", "fps", "start", "resampled"}:
-        raise ValueError(f"what is known of {sample} is {sorted(content)}")
+    others = {"source", "fields", "fps", "start", "resampled"}
+    if content.keys() - others != {"moments"}:
+        raise ValueError(f"about {sample}: expected moments and any of {sorted(others)}, got {sorted(content)}")
     return About(
         moments=words(f"{sample}.moments", content["moments"], most=1 << 20),
         source=words(f"{sample}.source", content["source"]) if "source" in content else None,
