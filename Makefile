@@ -48,7 +48,7 @@ lint: $(STAMP)
 	$(BIN)/pyright
 	test ! -x $(BIN)/hadolint || $(BIN)/hadolint Dockerfile
 
-# every check that fits in 15 minutes on two cores
+# every check that fits in ten minutes on two cores
 test: lint
 	$(PYTEST) -m "not slow"
 	$(INTERPRETED) -m "not slow"

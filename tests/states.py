@@ -1,4 +1,4 @@
-"""`state.json` of checkpoints as another training, or an older version, would have left it."""
+"""States of checkpoints: compared, and as another training, or an older version, would have left them."""
 
 from __future__ import annotations
 
@@ -22,6 +22,12 @@ def rewrite_state(checkpoint: Path, *without: str, **changes: Any) -> None:
 def state_of(checkpoint: Path) -> dict[str, Any]:
     """The values alone."""
     return read_state(checkpoint)
+
+
+def largest_difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+    """Of two states with the same names, the largest difference between two values."""
+    assert set(a) == set(b)
+    return max((a[name] - b[name]).abs().max().item() for name in a)
 
 
 def files_of(folder: Path, tensors: dict[str, torch.Tensor]) -> TensorFiles:

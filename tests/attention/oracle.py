@@ -6,6 +6,7 @@ Shares no code with `vsa`: tiles are numbered by dividing coordinates, means and
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -20,6 +21,12 @@ def cube_ids(grid: tuple[int, int, int], tile: tuple[int, int, int]) -> list[int
             for w in range(grid[2]):
                 ids.append(((t // tile[0]) * counts[1] + h // tile[1]) * counts[2] + w // tile[2])
     return ids
+
+
+def grads_of(out: Tensor, leaves: Sequence[Tensor]) -> list[Tensor]:
+    """Gradients of a sum that weighs every element of `out` differently; zeros for leaves that it does not read."""
+    weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)
+    return list(torch.autograd.grad((out * weights).sum(), leaves, allow_unused=True, materialize_grads=True))
 
 
 def video_sparse_oracle(

@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 
+from tests.attention.oracle import grads_of
 from vsa.attention.compressed_kv import CompressedKV
 from vsa.attention.context import AttnContext
 from vsa.attention.grouped import GroupedAttention
@@ -36,15 +37,13 @@ def run(method, grid, qkv):
         *(layout.permute(x) for x in leaves), {}, AttnContext(layout=layout, topk=KeptTiles.of(1))
     )
     out = layout.unpermute(out)
-    weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)
-    return out, torch.autograd.grad((out * weights).sum(), leaves)
+    return out, grads_of(out, leaves)
 
 
 def expected_of(function, qkv):
     leaves = [x.clone().requires_grad_() for x in qkv]
     out = function(*leaves)
-    weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)
-    return out, torch.autograd.grad((out * weights).sum(), leaves)
+    return out, grads_of(out, leaves)
 
 
 def random_qkv(grid):

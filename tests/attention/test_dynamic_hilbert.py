@@ -15,6 +15,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
+from tests.attention.oracle import grads_of
 from tests.attention.test_layout import run_order
 from vsa.attention import dynamic_hilbert
 from vsa.attention.context import AttnContext, recorded_index
@@ -253,10 +254,9 @@ def test_training_is_asked_for_and_has_a_constant_mask(texts):
         expected, mask = run(setting.method(), setting, leaves)
     out, _ = run(setting.method(allow_training=True), setting, leaves)
     assert torch.equal(out, expected)
-    weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)
-    ours = torch.autograd.grad((out * weights).sum(), leaves)
+    ours = grads_of(out, leaves)
     for candidate, agrees in ((mask, True), (torch.ones_like(mask), False)):
-        theirs = torch.autograd.grad((attention(*leaves, candidate) * weights).sum(), leaves)
+        theirs = grads_of(attention(*leaves, candidate), leaves)
         assert all(torch.allclose(a, b, atol=1e-10) for a, b in zip(ours, theirs, strict=True)) is agrees
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from vsa_kernels import BlockIndex
 
-from tests.attention.oracle import cube_ids
+from tests.attention.oracle import cube_ids, grads_of
 from vsa.attention.context import AttnContext, recorded_index
 from vsa.attention.full import dense_attn
 from vsa.attention.kept_tiles import KeptTiles
@@ -55,11 +55,6 @@ def run(method, grid, qkv, topk):
     q, k, v = (layout.permute(x) for x in leaves)
     out = layout.unpermute(method.attend_combine(q, k, v, {}, AttnContext(layout=layout, topk=KeptTiles.of(topk))))
     return out, grads_of(out, leaves)
-
-
-def grads_of(out, leaves):
-    weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)
-    return torch.autograd.grad((out * weights).sum(), leaves)
 
 
 def random_qkv(grid, kv_heads=4):

@@ -104,7 +104,7 @@ def difference(one: dict[str, torch.Tensor], several: dict[str, torch.Tensor]) -
 @pytest.mark.parametrize(
     ("world", "methods", "rows"),
     [
-        (2, QUICK, ROWS[:2]),
+        pytest.param(2, QUICK, ROWS[:2], marks=pytest.mark.slow),
         (3, QUICK, ROWS[::2]),
         *(pytest.param(world, METHODS, ROWS, marks=pytest.mark.slow) for world in (2, 3, 4)),
     ],

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from tests.attention.oracle import cube_ids
+from tests.attention.oracle import cube_ids, grads_of
 from vsa.attention.context import AttnContext
 from vsa.attention.kept_tiles import KeptTiles
 from vsa.attention.layout import Segment
@@ -102,12 +102,6 @@ def run(method, layout, tensors, topk):
     extra = {name: gate for name, gate in extra.items() if f"to_gate_{name}" in method.extra_modules()}
     out = layout.unpermute(method.attend_combine(q, k, v, extra, AttnContext(layout=layout, topk=KeptTiles.of(topk))))
     return out, grads_of(out, leaves)
-
-
-def grads_of(out, leaves):
-    weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)
-    grads = torch.autograd.grad((out * weights).sum(), leaves, allow_unused=True)
-    return [torch.zeros_like(x) if g is None else g for g, x in zip(grads, leaves, strict=True)]
 
 
 @pytest.mark.parametrize("grid", GRIDS, ids=str)

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from tests.attention.oracle import cube_ids
+from tests.attention.oracle import cube_ids, grads_of
 from vsa.attention import ruled
 from vsa.attention.context import AttnContext
 from vsa.attention.hilbert import hilbert_order
@@ -116,11 +116,6 @@ def run(method, grid, tensors, topk):
     extra = dict(zip(("fine", "compress"), gates, strict=True))
     out = layout.unpermute(method.attend_combine(q, k, v, extra, AttnContext(layout=layout, topk=KeptTiles.of(topk))))
     return out, grads_of(out, leaves)
-
-
-def grads_of(out, leaves):
-    weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)
-    return torch.autograd.grad((out * weights).sum(), leaves)
 
 
 def members_by_name(grid, options):

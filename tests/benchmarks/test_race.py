@@ -126,6 +126,7 @@ def test_runs_are_packed_once_they_are_finished_and_scored(ablation):
     }
 
 
+@pytest.mark.slow
 def test_commands_beside_each_other_read_one_archive(ablation):
     here = unpacked("scratch")
     files = {path.relative_to(here): path.stat().st_ctime_ns for path in here.rglob("*")}

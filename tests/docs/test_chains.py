@@ -93,8 +93,12 @@ def test_own_videos(typist):
     assert "vsa convert outputs/own_videos/default EXPORT --to diffusers" in err
 
 
+GRIDS = [(4, 16, 16), (2, 8, 8), (1, 2, 2)]
+OTHER_GRIDS = [(16, 64, 64), (21, 60, 104), (1, 16, 16), (1, 8, 8)]
+
+
 @pytest.mark.parametrize(
-    "shape", [(4, 16, 16), (16, 64, 64), (21, 60, 104), (2, 8, 8), (1, 16, 16), (1, 2, 2), (1, 8, 8)], ids=str
+    "shape", [*GRIDS, *(pytest.param(grid, marks=pytest.mark.slow) for grid in OTHER_GRIDS)], ids=str
 )
 def test_encode_prints_tiles_and_sparsity_of_its_grid(shape):
     for encoders in (EncoderChoice(), EncoderChoice(channels=24, text_dim=32, max_tokens=8), EncoderChoice(model="x")):

@@ -71,6 +71,7 @@ def site(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_every_page_of_docs_is_built(site):
     for page in (ROOT / "docs").glob("*.md"):
         assert (site / page.with_suffix(".html").name).is_file(), page.name
@@ -79,10 +80,12 @@ def test_every_page_of_docs_is_built(site):
     assert (site / "repository" / "CONTRIBUTING.html").is_file()
 
 
+@pytest.mark.slow
 def test_nothing_is_loaded_from_a_network_address(site):
     assert loaded(site) == []
 
 
+@pytest.mark.slow
 def test_the_reference_has_every_group_and_option(site):
     page = (site / "configuration.html").read_text(encoding="utf-8")
     assert [group for group in choices() if f'id="{group}"' not in page] == []
@@ -90,6 +93,7 @@ def test_the_reference_has_every_group_and_option(site):
         assert f"<code>{option.key}</code>" in page, option.key
 
 
+@pytest.mark.slow
 def test_functions_of_the_kernels_are_described(site):
     import vsa_kernels
 

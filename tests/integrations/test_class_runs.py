@@ -56,6 +56,7 @@ def test_it_trains_from_scratch(training):  # noqa: F811
     assert weights["proj_out.weight"].abs().max() > 0
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_the_selection_of_rows_with_text_is_shown(tmp_path):
     family = Family("cogvideox", tmp_path)
     own = ("--device", "cpu", "--out", str(tmp_path / "out"))

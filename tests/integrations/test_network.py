@@ -37,7 +37,7 @@ def largest_difference(one: list[float], other: list[float]) -> float:
     return max(abs(a - b) for a, b in zip(one, other, strict=True))
 
 
-@pytest.mark.parametrize("attention", [(), FULL], ids=["video_sparse", "dense"])
+@pytest.mark.parametrize("attention", [(), pytest.param(FULL, marks=pytest.mark.slow)], ids=["video_sparse", "dense"])
 def test_wan_trains_as_its_own_network(training, wan_folder, attention):  # noqa: F811
     settings = (*FINETUNE, *attention, f"init_from={wan_folder}", "data.text_padding=zeros", "trainer.max_steps=12")
     training(*settings, FROM, "run=own")

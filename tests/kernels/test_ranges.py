@@ -36,7 +36,7 @@ def in_ranges(triton_device):
 
 
 @pytest.mark.parametrize(
-    ("blocks", "shared"), [(1, False), (2, True), (7, False), further(7, True), further(12, False)]
+    ("blocks", "shared"), [further(1, False), (2, True), (7, False), further(7, True), further(12, False)]
 )
 def test_triton_long_rows_are_merged_from_ranges(in_ranges, triton_device, blocks, shared):
     dtype = torch.float32 if INTERPRETED else torch.bfloat16

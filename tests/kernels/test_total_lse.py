@@ -121,7 +121,7 @@ def test_total_lse_of_parts(sizes, fine, backend, count, device):
 @pytest.mark.parametrize(
     ("sizes", "fine", "count"),
     [
-        (([16] * 3, [16] * 4), False, 3),
+        further(([16] * 3, [16] * 4), False, 3),
         (([16, 5, 20], [9, 16, 33, 2]), True, 2),
         further(([16] * 3, [16] * 4), True, 3),
         further(([16, 5, 20], [9, 16, 33, 2]), False, 2),

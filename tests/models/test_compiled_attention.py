@@ -47,7 +47,7 @@ METHODS = {
         FineGrainedAttention, q_tokens=16, kv_tokens=4, top_p=0.6, attended="tile", allow_training=True
     ),
 }
-QUICK = ("excluded window", "budget of a layer", "groups")
+QUICK = ("excluded window", "groups")
 UNSELECTIVE = ("groups", "pooled keys", "windows", "strided windows", "whole windows", "fine tiles")
 
 

@@ -68,7 +68,9 @@ def soak(folder: Path, *arguments: str) -> tuple[int, str]:
     return process.exitcode, (folder / "output").read_text()
 
 
-@pytest.mark.parametrize("workers", [(), ("-n", "2")], ids=["one process", "workers"])
+@pytest.mark.parametrize(
+    "workers", [(), pytest.param(("-n", "2"), marks=pytest.mark.slow)], ids=["one process", "workers"]
+)
 def test_what_fails_is_shown_as_failed(tmp_path, workers):
     status, output = soak(tmp_path, "--attempts", "full", "--seed", "7", *workers)
     assert status == 1, output

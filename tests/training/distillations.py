@@ -40,11 +40,6 @@ def everything(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
     return {f"{group}/{key}": value for group in groups for key, value in checkpoint.tensors(group).items()}
 
 
-def largest_difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
-    assert set(a) == set(b)
-    return max((a[name] - b[name]).abs().max().item() for name in a)
-
-
 def different(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> set[str]:
     """Groups with a tensor that differs in any bit."""
     assert set(a) == set(b)

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import vsa.training.callbacks.step_profile as step_profile
+from tests.states import largest_difference
 from tests.tiny_runs import TinyTraining
 from tests.training.distillations import (
     DISTILL,
@@ -20,7 +21,6 @@ from tests.training.distillations import (
     checkpoints,
     different,
     everything,
-    largest_difference,
 )
 from vsa.checkpoints.run_checkpoint import read_checkpoint
 from vsa.config import build_task

@@ -14,7 +14,7 @@ from safetensors.torch import load_file as library_load
 from safetensors.torch import save_file as library_save
 
 from tests.commands import run_command
-from tests.states import rewrite_state, state_of
+from tests.states import largest_difference, rewrite_state, state_of
 from tests.tiny_runs import TinyTraining
 from tests.training.distillations import (
     DENSE,
@@ -25,7 +25,6 @@ from tests.training.distillations import (
     checkpoints,
     different,
     everything,
-    largest_difference,
 )
 from tests.training.ranks import run_ranks
 from vsa.cli.convert import convert

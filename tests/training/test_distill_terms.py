@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.states import largest_difference
 from tests.training.distillations import (
     GAN,
     TOLD,
@@ -15,7 +16,6 @@ from tests.training.distillations import (
     Keep,
     different,
     everything,
-    largest_difference,
 )
 from vsa.diffusion.rollout import rollout_index
 from vsa.objectives.discriminator import Gan

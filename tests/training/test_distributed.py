@@ -28,6 +28,7 @@ import vsa.checkpoints.run_checkpoint as checkpointing
 import vsa.data.plan_datamodule as plan_datamodule
 import vsa.training.callbacks.samples as samples
 from tests.integrations.test_trained_families import Family
+from tests.states import largest_difference
 from tests.training.ranks import run_ranks
 from vsa.attention.sequence import Division
 from vsa.checkpoints.wan import export_pretrained
@@ -60,11 +61,6 @@ class SignalTo(L.Callback):
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         if trainer.global_step == self.step - 1:
             os.kill(os.getpid(), signal.SIGTERM)
-
-
-def largest_difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
-    assert set(a) == set(b)
-    return max((a[name] - b[name]).abs().max().item() for name in a)
 
 
 def assert_same_metrics(

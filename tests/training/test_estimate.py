@@ -308,7 +308,8 @@ def test_a_refusal_names_every_part_of_the_memory():
     assert _visible(parts, GIB) == {"three": 3 * GIB, "the rest": 0.08 * GIB}
     assert _visible({"one": 0.04 * GIB, "three": 3 * GIB}, GIB) == {"three": 3 * GIB}
     assert sum(whole_memory(small).values()) == total_memory(small)
-    line = Estimate(gpu=replace(H200, memory=GIB), jobs=lambda step: [(1.0, _wan())], steps=1).refusal()
+    wan = _wan()
+    line = Estimate(gpu=replace(H200, memory=GIB), jobs=lambda step: [(1.0, wan)], steps=1).refusal()
     assert line is not None
     _assert_parts_add_up(line)
     with pytest.raises(AssertionError):

@@ -52,7 +52,11 @@ def counted(monkeypatch):
     return found
 
 
-@pytest.mark.parametrize("overrides", RULES.values(), ids=RULES)
+@pytest.mark.parametrize(
+    "overrides",
+    [RULES["top_p"], *(pytest.param(RULES[name], marks=pytest.mark.slow) for name in ("sparge", "larger_of_both"))],
+    ids=["top_p", "sparge", "larger_of_both"],
+)
 def test_the_pairs_of_lists_are_counted_logged_and_resumed(training, counted, overrides):
     settings = (*overrides, "trainer.max_steps=6", "trainer.log_every_n_steps=3", "trainer.accumulate_grad_batches=2")
     trainer = training(*settings, "run=straight")

@@ -199,16 +199,15 @@ def test_plans_and_dry_runs_choose_too(training, needed, monkeypatch, capsys, co
 
 
 @pytest.mark.parametrize(
-    ("settings", "where", "step"),
+    ("setting", "settings", "where", "step"),
     [
-        ((), {}, 1),
+        ("none", (), {}, 1),
         # in the second micro-batch of a later step, whose gradients and losses are half there
-        (("trainer.accumulate_grad_batches=2",), {"step": 3, "micro_batch": 1, "backward": True}, 4),
+        ("auto", ("trainer.accumulate_grad_batches=2",), {"step": 3, "micro_batch": 1, "backward": True}, 4),
     ],
     ids=["first", "later"],
 )
-@pytest.mark.parametrize("setting", ["auto", "none"])
-def test_one_line_names_the_next_level_and_nothing_is_lost(training, settings, where, step, setting):
+def test_one_line_names_the_next_level_and_nothing_is_lost(training, setting, settings, where, step):
     settings = (*settings, "callbacks.checkpoint.every_n_steps=2")
     with pytest.raises(MemoryRanOut) as error:
         training(*settings, explicit(setting), callbacks=(RunsOut("none", **where),))

@@ -14,6 +14,7 @@ import torch
 
 import vsa.training.callbacks.samples as samples_module
 import vsa.training.callbacks.step_profile as step_profile
+from tests.states import largest_difference
 from tests.training.ranks import run_ranks
 from vsa.checkpoints.tensor_state import optimizer_state
 from vsa.data.video_files import read_video
@@ -39,11 +40,6 @@ INVARIANCE = (
 
 def weights(training, run: str) -> dict[str, torch.Tensor]:
     return training.last(run).tensors("model")
-
-
-def largest_difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
-    assert set(a) == set(b)
-    return max((a[name] - b[name]).abs().max().item() for name in a)
 
 
 def test_micro_batches_do_not_change_the_step(training, monkeypatch):

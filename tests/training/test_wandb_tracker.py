@@ -52,7 +52,7 @@ def told(capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -
 
 
 @pytest.mark.soak("a tracker whose server answers, hangs, refuses or dies")
-@pytest.mark.parametrize("mood", ["answers", "refuses", "hangs", "dies"])
+@pytest.mark.parametrize("mood", ["answers", pytest.param("refuses", marks=pytest.mark.slow), "hangs", "dies"])
 def test_a_run_trains_to_its_end_whatever_the_server_does(mood, training, monkeypatch, capsys, caplog):
     caplog.set_level("INFO")
     with server_at(mood, monkeypatch) as server:

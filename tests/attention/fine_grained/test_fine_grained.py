@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from vsa_kernels import block_sparse_attn
 
 from tests.attention.fine_grained.oracle import attention, greedy_groups, kept_tiles, token_mask
+from tests.attention.oracle import grads_of
 from vsa.attention.context import AttnContext, recorded_index
 from vsa.attention.denoising import DenoisingPass
 from vsa.attention.dense import dense_attn
@@ -230,9 +231,7 @@ def test_gradients_are_those_of_the_constant_mask():
     expected, _ = block_sparse_attn(
         *inputs, index, q_blocks=layout.blocks, kv_blocks=layout.kv_blocks, backend="reference"
     )
-    weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)
-    pairs = zip(*(torch.autograd.grad((x * weights).sum(), inputs) for x in (out, expected)), strict=True)
-    for ours, theirs in pairs:
+    for ours, theirs in zip(grads_of(out, inputs), grads_of(expected, inputs), strict=True):
         torch.testing.assert_close(ours, theirs)
         assert theirs.abs().max() > 0
 

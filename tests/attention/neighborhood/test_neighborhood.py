@@ -10,6 +10,7 @@ import torch
 
 from tests.attention.neighborhood.oracle import grid_mask, masked_attention
 from tests.attention.neighborhood.test_neighborhood_mask import Setting, draw
+from tests.attention.oracle import grads_of
 from vsa.attention import stats
 from vsa.attention.context import AttnContext, recorded_index
 from vsa.attention.full import FullAttention
@@ -37,11 +38,6 @@ def run(method, segments, tensors, **context):
     return layout.unpermute(
         method.attend_combine(*parts, {}, AttnContext(layout=layout, topk=KeptTiles.of(1), **context))
     )
-
-
-def grads_of(out, leaves):
-    weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)
-    return torch.autograd.grad((out * weights).sum(), leaves)
 
 
 def method_of(setting: Setting, **options):

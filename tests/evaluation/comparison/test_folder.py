@@ -312,7 +312,9 @@ def test_a_secret_reaches_no_file(tmp_path: Path, monkeypatch, no_pictures):
             assert ("secret" in text) == (secret is not None)
 
 
-@pytest.mark.parametrize("calls", [0, 3], ids=["at once", "beside exact attention"])
+@pytest.mark.parametrize(
+    "calls", [pytest.param(0, marks=pytest.mark.slow), 3], ids=["at once", "beside exact attention"]
+)
 def test_a_method_that_does_not_fit_into_memory_is_left_out_and_told(tmp_path: Path, monkeypatch, capsys, calls):
     attend, fitting = PooledTail.attend, iter(range(calls))
 
