@@ -32,7 +32,6 @@ METHODS = [
     ("attention=full", "~attention.tile_thw"),
     ("attention=compressed_kv", "~attention.tile_thw"),
     ("attention=spatial_temporal", "~attention.tile_thw"),
-    ("attention=spatial_full", "~attention.tile_thw"),
     ("attention=strided_window", "~attention.tile_thw"),
     ("attention=neighborhood", "attention.tile_thw=[2,2,2]"),
     (
@@ -51,19 +50,9 @@ METHODS = [
         "attention.allow_training=true",
     ),
     ("attention=pooled_tail", "attention.order=2", "attention.score=mass"),
-    ("attention=pooled_tail", "attention.tail=double_count", "attention.levels=2", "attention.node_thw=[2,4,4]"),
-    ("attention=video_sparse", "attention.score=error"),
-    ("attention=vsa", "attention.tile_thw=[1,2,2]"),
-    ("attention=spargeattention2", "attention.tile_thw=[1,1,8]", "attention.kv_tile_thw=[1,1,4]"),
-    ("attention=vsa2", "attention.score_thw=[1,1,2]"),
     ("attention=sla", "attention.linear=marginal", "attention.tile_thw=[1,1,8]"),
-    ("attention=nabla", "attention.tile_thw=[1,2,2]", "attention.window_thw=[1,1,1]", "attention.top_p=0.3"),
     ("attention=radial", "~attention.tile_thw", "attention.tokens=4"),
-    ("attention=llsa", "attention.node_thw=[2,2,2]"),
-    ("attention=sol", "attention.deviations=0.5"),
     ("attention=video_sparse", "attention.rule=top_p", "attention.top_p=0.5", "attention.over=layer"),
-    ("attention=staged", "attention.stages=l"),
-    ("attention=staged", "attention.stages=c_f_l", "attention.window_thw=[1,1,3]"),
     ("attention=staged", "attention.stages=c_fl", "attention.window_thw=[1,1,3]", "attention.pooling=conv"),
     (
         "attention=staged",
@@ -73,7 +62,21 @@ METHODS = [
         "attention.score=subblock_softmax",
         "attention.score_thw=[1,1,2]",
     ),
+]
+# other settings of the same classes
+FURTHER = [
+    ("attention=spatial_full", "~attention.tile_thw"),
+    ("attention=video_sparse", "attention.score=error"),
+    ("attention=vsa", "attention.tile_thw=[1,2,2]"),
+    ("attention=spargeattention2", "attention.tile_thw=[1,1,8]", "attention.kv_tile_thw=[1,1,4]"),
+    ("attention=vsa2", "attention.score_thw=[1,1,2]"),
+    ("attention=nabla", "attention.tile_thw=[1,2,2]", "attention.window_thw=[1,1,1]", "attention.top_p=0.3"),
+    ("attention=llsa", "attention.node_thw=[2,2,2]"),
+    ("attention=sol", "attention.deviations=0.5"),
+    ("attention=staged", "attention.stages=l"),
+    ("attention=staged", "attention.stages=c_f_l", "attention.window_thw=[1,1,3]"),
     ("attention=staged", "attention.pool_thw=[1,2,2]", "attention.score=mean"),
+    ("attention=pooled_tail", "attention.tail=double_count", "attention.levels=2", "attention.node_thw=[2,4,4]"),
 ]
 
 
@@ -85,7 +88,11 @@ class Unmoved(L.Callback):
 
 
 @pytest.mark.filterwarnings("ignore:tiles .* are .* full")
-@pytest.mark.parametrize("overrides", METHODS, ids=lambda overrides: " ".join(overrides[:2]))
+@pytest.mark.parametrize(
+    "overrides",
+    [*METHODS, *(pytest.param(overrides, marks=pytest.mark.slow) for overrides in FURTHER)],
+    ids=lambda overrides: " ".join(overrides[:2]),
+)
 def test_a_method_trains_and_resumes(training, overrides):
     callback = Unmoved()
     training(*overrides, "trainer.max_steps=2", callbacks=(callback,))
