@@ -100,7 +100,7 @@ class Family:
 
 
 # what they have in common is tested with every run of the others
-SLOW = ("hunyuan15", "minimax_h3", "kandinsky5")
+SLOW = ("hunyuan15", "ltx", "minimax_h3", "kandinsky5")
 
 
 @pytest.fixture(scope="module", params=[pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in FAMILIES])

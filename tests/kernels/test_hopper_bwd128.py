@@ -50,7 +50,9 @@ def test_statistics_by_block_of_unaligned_tile128(triton_device):
             assert (padded[:, :, n, sizes[n] :] == rest).all()
 
 
-@pytest.mark.parametrize("room", [2, 3, 4, 12], ids="room for {}".format)
+@pytest.mark.parametrize(
+    "room", [3, 12, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4))], ids="room for {}".format
+)
 @pytest.mark.parametrize("index_heads", [1, 6])
 def test_parts_of_samples_and_heads_are_the_whole_of_tile128(index_heads, room):
     """Each part gets its own lists, statistics and heads of a group; the definition stands for the kernels."""

@@ -130,15 +130,16 @@ def test_what_an_eager_block_keeps(attention, size, monkeypatch, any_operator):
         assert kept_bytes(other, "none") != pytest.approx(expected, rel=TOLERANCE[False])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("attention", "level"),
     [
         (FullAttention, "none"),
-        pytest.param(SPARSE[1], "attention", marks=pytest.mark.slow),
-        pytest.param(SPARSE[1], "none", marks=pytest.mark.slow),
-        pytest.param(SPARSE[2], "none", marks=pytest.mark.slow),
-        pytest.param(SPARSE[1], "attention_mlp", marks=pytest.mark.slow),
-        pytest.param(FullAttention, "attention", marks=pytest.mark.slow),
+        (SPARSE[1], "attention"),
+        (SPARSE[1], "none"),
+        (SPARSE[2], "none"),
+        (SPARSE[1], "attention_mlp"),
+        (FullAttention, "attention"),
     ],
 )
 def test_what_a_compiled_block_keeps(attention, level, monkeypatch, any_operator):
