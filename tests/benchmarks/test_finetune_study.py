@@ -45,7 +45,6 @@ def test_finetune_toy_ends_at_the_exact_count_and_the_loss_falls(training):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
 def test_the_script_compares_the_arms_and_keeps_finished_runs(
     training, tmp_path: Path, tiny_overrides: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ):

@@ -23,6 +23,7 @@ from benchmarks.race.archive import finished, pack, unpacked
 from benchmarks.race.legs import LEGS, archive
 from benchmarks.race.ranking import Row, ranked
 from benchmarks.world import score
+from tests.limits import HANGS
 from vsa.reports.runs import Run, find_runs
 from vsa.reports.statistics import t_p_value, t_quantile
 from vsa.sweeps.job_queue import Slot
@@ -307,7 +308,7 @@ def test_a_signal_ends_the_runs(folders, fake, monkeypatch, capsys):
     monkeypatch.setattr(training, "slots_of", lambda *_: [Slot("the only one")])
 
     def once_it_runs() -> None:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + HANGS
         while not list(folders.glob("race/scratch/vsa_64-seed0/argv")) and time.monotonic() < deadline:
             time.sleep(0.1)
         os.kill(os.getpid(), signal.SIGTERM)

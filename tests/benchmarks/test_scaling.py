@@ -69,7 +69,6 @@ def test_a_folder_without_runs_is_named(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_two_processes_are_one_and_nothing_runs_twice(tmp_path, monkeypatch, capsys):
     tiny = (
         "model=dit_tiny", "model.num_attention_heads=4", "model.text_dim=4096", "trainer.accelerator=cpu",

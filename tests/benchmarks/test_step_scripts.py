@@ -12,6 +12,7 @@ import pytest
 from scripts.compare_losses import compare
 from scripts.mean_step_seconds import mean_step_seconds
 from scripts.train_with_reference_ops import use_reference
+from tests.limits import HANGS
 from vsa.models import blocks, embeddings
 
 
@@ -50,7 +51,7 @@ def test_the_cost_of_log_lines_is_a_mean_over_settled_steps(tmp_path):
 
 def test_every_part_of_the_steps_runs_once():
     script = Path(__file__).parents[2] / "scripts" / "gpu_step.sh"
-    printed = subprocess.run([script, "--dry-run"], capture_output=True, text=True, check=True, timeout=30).stdout
+    printed = subprocess.run([script, "--dry-run"], capture_output=True, text=True, check=True, timeout=HANGS).stdout
     names = Counter(re.findall(r"^\+ \[\d+ s\] ([^:]+):", printed, re.MULTILINE))
     # random latents are drawn where they are missing, and a dry run draws none
     assert {name for name, count in names.items() if count > 1} <= {"shards-latents-120m", "shards-latents-wan"}

@@ -21,6 +21,7 @@ import pytest
 import vsa.checkpoints.manifest as manifest_module
 import vsa.checkpoints.run_folder as run_folder
 from tests.disks import small_files
+from tests.limits import HANGS
 from vsa.checkpoints.run_folder import MANIFEST, RunFolder, check_folder, locked
 from vsa.checkpoints.run_history import note_start
 from vsa.places import check_name
@@ -435,7 +436,7 @@ def test_a_lock_does_not_outlive_its_process(tmp_path):
 
     holder = context.Process(target=hold)
     holder.start()
-    assert inside.wait(30)
+    assert inside.wait(HANGS)
     with pytest.raises(ValueError, match=f"in use by process {holder.pid} on "), locked(tmp_path / "run"):
         pass
     assert holder.pid is not None

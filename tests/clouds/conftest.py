@@ -15,6 +15,7 @@ import pytest
 
 from tests.clouds.servers import Cloud, hub, s3
 from tests.data.conftest import write_dataset
+from tests.limits import HANGS
 from tests.tiny_runs import command_line, one_thread, training  # noqa: F401
 from tests.training.test_streaming import train  # noqa: F401
 
@@ -30,7 +31,7 @@ def moto_port() -> Iterator[int]:
     command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
         try:
-            end = time.monotonic() + 120
+            end = time.monotonic() + HANGS
             while True:
                 with suppress(OSError), socket.create_connection(("127.0.0.1", port)):
                     break

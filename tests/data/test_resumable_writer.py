@@ -13,6 +13,7 @@ import torch
 
 import vsa.data.resumable_writer as parts
 from tests.data.encoding import encode_folder
+from tests.limits import HANGS
 from vsa.data.codecs import HaarCodec
 from vsa.data.encode import UnusableFiles
 from vsa.data.shards import LatentReader
@@ -42,7 +43,7 @@ def encode_killed(videos: Path, out: Path, clip: int) -> int | None:
 
     child = multiprocessing.get_context("fork").Process(target=encode)
     child.start()
-    child.join(60)
+    child.join(HANGS)
     return child.exitcode
 
 

@@ -13,6 +13,8 @@ import torch
 import vsa_kernels
 from vsa_kernels.compile_cache import VARIABLE, source_hash, tag_caches
 
+from tests.limits import HANGS
+
 PACKAGE = Path(vsa_kernels.__file__).parent
 
 GRADIENT = """
@@ -56,7 +58,7 @@ def test_compile_processes_have_the_cache_keys_of_their_parent(preparation, agre
     command = [sys.executable, "-c", KEYS.format(preparation=preparation)]
     environment = {name: value for name, value in os.environ.items() if name != VARIABLE}
     environment["PYTHONPATH"] = str(PACKAGE.parent)
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=HANGS)
     assert result.stdout.strip() == str(agree), result.stderr
 
 
@@ -97,7 +99,7 @@ def test_a_changed_backward_is_not_taken_from_the_cache(tmp_path):
 
     def gradient() -> float:
         command = [sys.executable, "-c", GRADIENT]
-        result = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=tmp_path, timeout=300)
+        result = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=tmp_path, timeout=HANGS)
         assert result.returncode == 0, result.stderr
         return float(result.stdout)
 

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from tests.limits import HANGS
+
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
 
@@ -37,7 +39,7 @@ def seen(page: Path, script: str, *, width: int = 900) -> Any:
     command += ["--proxy-server=127.0.0.1:9", "--allow-file-access-from-files"]
     command += [f"--user-data-dir={page.parent / 'browser'}", "--window-size=1500,3000"]
     command += ["--virtual-time-budget=12000", "--dump-dom", frame.as_uri()]
-    process = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    process = subprocess.run(command, capture_output=True, text=True, timeout=HANGS, check=True)
     match = re.search(r"<pre>(.*?)</pre>", process.stdout, re.DOTALL)
     assert match, process.stderr[-2000:]
     return json.loads(html.unescape(match[1]))

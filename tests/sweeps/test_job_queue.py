@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.limits import HANGS
 from vsa.streams import LOADING
 from vsa.sweeps.job_queue import Job, Slot, run_jobs
 from vsa.sweeps.lifeline import OPTION
@@ -150,7 +151,7 @@ def test_no_run_outlives_a_sweep_that_is_killed(tmp_path):
     os.kill(pid, 0)
     parent.kill()
     parent.wait()
-    until = time.monotonic() + 20
+    until = time.monotonic() + HANGS
     while Path(f"/proc/{pid}").exists() and time.monotonic() < until:
         # a process that ended and that nobody has asked for is a zombie
         if Path(f"/proc/{pid}/stat").read_text().split()[2] == "Z":

@@ -29,7 +29,6 @@ def test_optuna_proposes_the_trials_of_a_search(command_line, forked, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_submitit_runs_the_points_of_a_sweep_on_this_machine(command_line, tmp_path):
     pytest.importorskip("hydra_plugins.hydra_submitit_launcher", reason=EXTRA)
     words = [*own_sweep(tmp_path, "variants:\n  a: []\n  b: [sparsity.sparsity=0.75]\n"), *TINY]

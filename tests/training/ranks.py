@@ -21,13 +21,15 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch.distributed import TCPStore
 
+from tests.limits import HANGS
+
 Ports = SimpleQueue[int]
 
 # a forked process gets a new thread pool on first use, for which the threads of several GPUs would race (torch 2.11)
 os.register_at_fork(after_in_child=lambda: torch.set_num_threads(torch.get_num_threads()))
 
 
-def run_ranks(world: int, function: Callable[[int], Any], seconds: float = 200) -> list[Any]:
+def run_ranks(world: int, function: Callable[[int], Any], seconds: float = HANGS) -> list[Any]:
     """What `function(rank)` returned, by rank.
 
     Args:
@@ -172,7 +174,7 @@ class Ranks:
         """Whether any rank has ended."""
         return any(process.exitcode is not None for process in self.processes)
 
-    def statuses(self, seconds: float = 120, *, without: int | None = None) -> list[int | None]:
+    def statuses(self, seconds: float = HANGS, *, without: int | None = None) -> list[int | None]:
         """The status of each rank, None where it still runs after `seconds`; `without` is not waited for."""
         end = time.monotonic() + seconds
         for rank, process in enumerate(self.processes):
@@ -181,7 +183,7 @@ class Ranks:
         return [process.exitcode for process in self.processes]
 
 
-def wait_for(condition: Callable[[], object], seconds: float = 60) -> bool:
+def wait_for(condition: Callable[[], object], seconds: float = HANGS) -> bool:
     """Wait until a condition holds; False after `seconds` without it."""
     end = time.monotonic() + seconds
     while not condition():

@@ -14,6 +14,7 @@ from safetensors.torch import load_file as library_load
 from safetensors.torch import save_file as library_save
 
 from tests.commands import run_command
+from tests.limits import HANGS
 from tests.states import largest_difference, rewrite_state, state_of
 from tests.tiny_runs import TinyTraining
 from tests.training.distillations import (
@@ -61,7 +62,7 @@ def test_a_run_killed_at_any_phase_resumes_bit_for_bit(distill, training, straig
 
     child = multiprocessing.get_context("fork").Process(target=victim)
     child.start()
-    child.join(120)
+    child.join(HANGS)
     assert child.exitcode == -signal.SIGKILL
     assert training.last().step == iteration
     half = everything(training.last())

@@ -28,6 +28,7 @@ import vsa.checkpoints.run_checkpoint as checkpointing
 import vsa.data.plan_datamodule as plan_datamodule
 import vsa.training.callbacks.samples as samples
 from tests.integrations.test_trained_families import Family
+from tests.limits import HANGS
 from tests.states import largest_difference
 from tests.training.ranks import run_ranks
 from vsa.attention.sequence import Division
@@ -49,6 +50,8 @@ COMMON = (
     "trainer.val_check_interval=2",
     "trainer.max_steps=4",
 )
+# rounding of sums in another order grows by steps: after twelve on four ranks, norms of gradients differ by 1.5e-6
+OVER_TWELVE_STEPS = 1e-5
 SAME = ("train/loss", "val/loss", "grad_norm/total", "lr", "skipped_steps")
 
 
@@ -64,7 +67,7 @@ class SignalTo(L.Callback):
 
 
 def assert_same_metrics(
-    a: dict[int, dict[str, str]], b: dict[int, dict[str, str]], names: tuple[str, ...] = SAME
+    a: dict[int, dict[str, str]], b: dict[int, dict[str, str]], names: tuple[str, ...] = SAME, rel: float = 1e-6
 ) -> None:
     assert set(a) == set(b)
     deciles = [name for name in next(iter(a.values())) if "_decile_" in name]
@@ -73,7 +76,7 @@ def assert_same_metrics(
         for name in (*names, *deciles):
             assert (row[name] == "") == (b[step][name] == ""), (step, name)
             if row[name]:
-                assert float(row[name]) == pytest.approx(float(b[step][name]), rel=1e-6, abs=1e-9), (step, name)
+                assert float(row[name]) == pytest.approx(float(b[step][name]), rel=rel, abs=1e-9), (step, name)
 
 
 def validation(training, run: str) -> list[str]:
@@ -178,7 +181,7 @@ def test_twelve_steps_and_clips_of_shared_samples_are_one(training, monkeypatch,
     recall = tuple(name for name in training.metrics("one")[6] if name.startswith("diag/recall"))
     assert recall
     recall = recall if world == sequence else ()
-    assert_same_metrics(training.metrics("one"), training.metrics("several"), (*SAME, *recall))
+    assert_same_metrics(training.metrics("one"), training.metrics("several"), (*SAME, *recall), OVER_TWELVE_STEPS)
     assert largest_difference(training.tensors("one"), training.tensors("several")) < 1e-5
     for theirs in several:
         for clip, other in zip(clips, theirs, strict=True):
@@ -189,6 +192,8 @@ def test_twelve_steps_and_clips_of_shared_samples_are_one(training, monkeypatch,
     )
     run_ranks(world, lambda rank: training(*common, *shared, "run=averaged") and None)
     assert largest_difference(training.tensors("one"), training.tensors("averaged")) > 1e-3
+    with pytest.raises(AssertionError):
+        assert_same_metrics(training.metrics("one"), training.metrics("averaged"), rel=OVER_TWELVE_STEPS)
 
 
 @pytest.mark.slow
@@ -200,7 +205,7 @@ def test_twelve_steps_of_rows_with_text_are_one(tmp_path, monkeypatch, name):
     shared = ("trainer=fsdp", "trainer.accelerator=cpu", "task.parallel.sequence=2")
     family.train(*common, "run=one")
     run_ranks(2, lambda rank: family.train(*common, *shared, "run=several"))
-    assert_same_metrics(family.runs.metrics("one"), family.runs.metrics("several"))
+    assert_same_metrics(family.runs.metrics("one"), family.runs.metrics("several"), rel=OVER_TWELVE_STEPS)
     one = family.runs.tensors("one")
     assert largest_difference(one, family.runs.tensors("several")) < 1e-5
     # control: gradients of the ranks that share a sample are averaged, not summed
@@ -227,7 +232,7 @@ def test_two_gpus_are_one(training, setting):
     # forks use GPUs if this process has not
     run_ranks(1, lambda _: training(*common, "run=one") and None)
     run_ranks(2, lambda _: training(*common, "trainer=fsdp", "trainer.devices=2", setting, "run=two") and None)
-    assert_same_metrics(training.metrics("one"), training.metrics("two"))
+    assert_same_metrics(training.metrics("one"), training.metrics("two"), rel=OVER_TWELVE_STEPS)
     difference = largest_difference(training.tensors("one"), training.tensors("two"))
     print(f"{setting}: weights, averages and moments differ by {difference:.1e}")
     assert difference < 1e-5
@@ -477,7 +482,7 @@ def command(launcher: str) -> list[str]:
 def test_torchrun_starts_what_it_says(training, tiny_overrides, tmp_path):
     words = [*command("torchrun"), *tiny_overrides, f"output_dir={training.output}", "trainer.max_steps=2"]
     words += ["trainer=fsdp"]
-    result = subprocess.run(words, capture_output=True, text=True, env=environment(), cwd=tmp_path, timeout=200)
+    result = subprocess.run(words, capture_output=True, text=True, env=environment(), cwd=tmp_path, timeout=HANGS)
     assert result.returncode == 0, result.stderr
     assert "Starting with 2 processes" in result.stderr
     assert result.stderr.count("run folder: ") == 1
@@ -498,7 +503,7 @@ def in_a_fork(arguments: list[str], folder: Path) -> tuple[int | None, str]:
 
     process = multiprocessing.get_context("fork").Process(target=run)
     process.start()
-    process.join(200)
+    process.join(HANGS)
     process.kill()
     return process.exitcode, (folder / "err").read_text()
 
@@ -526,7 +531,7 @@ def test_an_error_of_all_ranks_is_reported_once(training, tiny_overrides, tmp_pa
     if launcher == "lightning":
         status, err = in_a_fork(words[1:], tmp_path)
     else:
-        result = subprocess.run(words, capture_output=True, text=True, env=environment(), cwd=tmp_path, timeout=200)
+        result = subprocess.run(words, capture_output=True, text=True, env=environment(), cwd=tmp_path, timeout=HANGS)
         status, err = result.returncode, result.stderr
     assert status == 1
     assert err.count("error: ") == 1
@@ -580,13 +585,13 @@ def test_ctrl_c_saves_once_and_ends_all_ranks(training, tiny_overrides, tmp_path
         # as in a terminal, the signal goes to every process of the group
         process = subprocess.Popen(arguments, stderr=err, env=environment(), cwd=tmp_path, start_new_session=True)
         try:
-            end = time.monotonic() + 100
+            end = time.monotonic() + HANGS
             while not metrics.exists() or len(training.losses()) < 3:
                 assert process.poll() is None
                 assert time.monotonic() < end
                 time.sleep(0.1)
             os.killpg(process.pid, signal.SIGINT)
-            assert process.wait(60) == 130
+            assert process.wait(HANGS) == 130
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -604,7 +609,7 @@ def test_the_quickstart_runs_on_two_ranks(training, tmp_path):
     arguments = [*command("lightning"), "experiment=quickstart", "trainer=ddp", "trainer.max_steps=4"]
     arguments += [f"output_dir={training.output}", "data.toy.count=64", "callbacks.samples.steps=2"]
     arguments += ["callbacks.progress=null"]
-    result = subprocess.run(arguments, capture_output=True, text=True, env=environment(), cwd=tmp_path, timeout=280)
+    result = subprocess.run(arguments, capture_output=True, text=True, env=environment(), cwd=tmp_path, timeout=HANGS)
     assert result.returncode == 0, result.stderr
     run = training.output / "quickstart" / "default"
     assert (run / "checkpoints" / "step-00000004" / "state.json").exists()

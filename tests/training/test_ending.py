@@ -29,6 +29,7 @@ import vsa.training.launch as launch_module
 import vsa.training.modules.base as module_module
 import vsa.training.train as run_module
 from tests.disks import small_files
+from tests.limits import HANGS
 from tests.pictures import drawn, pictures_left_out  # noqa: F401
 from tests.training.ranks import run_ranks
 from tests.training.test_resume import SignalAt
@@ -409,7 +410,7 @@ def test_sigterm_ends_a_whole_sweep_at_any_time(
 
     child = multiprocessing.get_context("fork").Process(target=sweep)
     child.start()
-    child.join(100)
+    child.join(HANGS)
     assert child.exitcode == 143
     folder = training.folder("a")
     assert not training.folder("b").exists()

@@ -19,6 +19,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_module
 
 import vsa.checkpoints.run_checkpoint as checkpointing
 import vsa.training.start as start_module
+from tests.limits import HANGS
 from tests.states import rewrite_state, state_of
 from tests.tiny_runs import TinyTraining
 from vsa.training.run_state import BACKEND, LEVEL
@@ -185,7 +186,7 @@ def test_a_killed_run_resumes_from_its_last_whole_checkpoint(training, straight,
 
     child = multiprocessing.get_context("fork").Process(target=victim)
     child.start()
-    child.join(60)
+    child.join(HANGS)
     assert child.exitcode == -signal.SIGKILL
     litter = [p for p in (training.folder() / "checkpoints").iterdir() if p.name.startswith(".")]
     assert len(litter) == (when == "in a save")
@@ -205,7 +206,7 @@ def test_a_kill_right_after_a_save_loses_no_metric(training):
 
     child = multiprocessing.get_context("fork").Process(target=victim)
     child.start()
-    child.join(60)
+    child.join(HANGS)
     assert child.exitcode == -signal.SIGKILL
     assert training.last().step == 3
     training(*common, "ckpt_path=last")
@@ -447,14 +448,14 @@ def test_sigterm_of_the_real_process(training, tiny_overrides, tmp_path, start):
         with open(tmp_path / "err", "w") as err:
             process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=err, env=environment, cwd=tmp_path)
     metrics = training.folder() / "metrics.csv"
-    deadline = time.monotonic() + 100
+    deadline = time.monotonic() + HANGS
     while process.poll() is None and time.monotonic() < deadline:
         if metrics.exists() and metrics.read_text().count("\n") > 3:
             process.terminate()
             break
         time.sleep(0.05)
     try:
-        assert process.wait(60) == 143, (tmp_path / "err").read_text()
+        assert process.wait(HANGS) == 143, (tmp_path / "err").read_text()
     finally:
         process.kill()
         process.wait()

@@ -15,6 +15,7 @@ import pytest
 from torch.utils.data import DataLoader
 
 import vsa.training.train as run_module
+from tests.limits import HANGS
 from tests.training.test_ending import told  # noqa: F401 (a fixture)
 from tests.training.test_resume import SignalAt
 from vsa.signals import ENDING, current_handlers, leave_signals_to_parent
@@ -52,7 +53,7 @@ def test_a_signal_while_modules_are_loaded_ends_the_process_with_one_line(tmp_pa
     assert process.stdout is not None
     assert process.stdout.readline() == "loading\n"
     process.send_signal(number)
-    _, err = process.communicate(timeout=30)
+    _, err = process.communicate(timeout=HANGS)
     assert process.returncode == 128 + number
     assert err == f"{number.name}: stopped, there was nothing to save\n"
 
@@ -334,5 +335,5 @@ def test_what_is_sent_to_a_whole_group_leaves_workers_alive():
     worker.join(0.3)
     assert worker.is_alive()
     worker.terminate()
-    worker.join(30)
+    worker.join(HANGS)
     assert worker.exitcode == 0

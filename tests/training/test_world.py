@@ -11,6 +11,7 @@ import lightning as L
 import pytest
 import torch
 
+from tests.limits import HANGS
 from tests.training.ranks import run_ranks
 
 WORLD = (
@@ -54,7 +55,7 @@ def test_a_killed_run_continues_bit_for_bit_and_samples_held_out_captions(traini
         target=lambda: training(*WORLD, *looks, *ending, callbacks=(KillIn(3),))
     )
     child.start()
-    child.join(120)
+    child.join(HANGS)
     assert child.exitcode == -signal.SIGKILL
     assert training.last().step == 2
     training(*WORLD, *looks, *ending, "ckpt_path=last")
