@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vsa_kernels.launch import launch, next_power_of_2
+from vsa_kernels.launch import capability, launch, next_power_of_2
 from vsa_kernels.selection import reference, weights
 from vsa_kernels.selection.op import MAX_SHARE_COLUMNS, unsupported
 from vsa_kernels.selection.triton_keys import key_value, value_keys
@@ -244,7 +244,7 @@ def select(
         CROSSING=crossing,
         HAS_CANDIDATES=candidates is not None,
         HAS_ALWAYS=always is not None,
-        **_tile(Nkv),
+        **_tile(Nkv, capability(scores.device)),
     )
     return indices, counts
 
@@ -255,16 +255,16 @@ def _mask(mask: Tensor, scores: Tensor) -> Tensor:
     return mask.expand(scores.shape).view(torch.uint8)
 
 
-def _tile(num_kv: int) -> dict[str, Any]:
+def _tile(num_kv: int, chip: tuple[int, int]) -> dict[str, Any]:
     # constants of a launch; a key and its weight take two registers. Steps over the range of values leave about one
     # score, before the steps over the keys begin
     width = max(next_power_of_2(num_kv), 32)
     # more rows at a time hide the waits of each, so registers are kept few: 16 entries per thread, until barriers
-    # between more warps would cost more than they save (measured on an H200)
+    # between more warps would cost more than they save (measured on an H200); sm_100 spills some of 64
     warps = min(max(width // 512, 1), 4 if width < 8192 else 8)
     return {
         "BLOCK": width,
         "VALUE_STEPS": width.bit_length() + 1,
         "num_warps": warps,
-        "maxnreg": 64 if width in (1024, 2048) else 104,
+        "maxnreg": 104 if width not in (1024, 2048) else 72 if chip >= (10, 0) else 64,
     }
