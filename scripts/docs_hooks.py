@@ -12,10 +12,15 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from scripts.soak_rows import with_age
+
 ROOT = Path(__file__).parents[1]
 OUTSIDE = "repository/"
 OPTIONS = "<!-- options -->"
 """Marker in configuration.md that the generated reference replaces."""
+
+SOAK = "benchmarks/soak.md"
+"""Page whose rows stand for the code that they were measured with."""
 
 BAR = "\\|"
 """Escaped vertical bar inside a Markdown table."""
@@ -41,7 +46,9 @@ def on_files(files: Any, *, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> str:
-    """Turn links between files of the repository into links between files of the site."""
+    """Turn links between files of the repository into links between files of the site; tell which rows are older."""
+    if page.file.src_uri == SOAK:
+        markdown = with_age(markdown)
     parts = FENCE.split(markdown)
     uri = page.file.src_uri
     # every second part is a code block

@@ -453,12 +453,14 @@ def main() -> None:
     parser.add_argument("--arch", type=int, default=90, help="compute capability without its dot (default %(default)s)")
     parser.add_argument("--plan", default="quick", help="quick, tuned, dims, fp16, fp32, shapes, annealing or toys")
     parser.add_argument("--only", default="", help="labels that contain this")
+    parser.add_argument("--part", type=int, nargs=2, default=(0, 1), help="the labels I of every N, which are launched")
     args = parser.parse_args()
     kernels = install(args.arch)
     hashes: set[str] = set()
     start = time.monotonic()
-    for label, call in plan(args.plan):
-        if args.only not in label:
+    part, parts = args.part
+    for i, (label, call) in enumerate(plan(args.plan)):
+        if args.only not in label or i % parts != part:
             continue
         kernels.clear()
         try:

@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+from scripts.soak_rows import digest_under
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("soak")
@@ -123,15 +125,15 @@ def _encodable(value: Any) -> Any:
 
 
 def lines_of(cases: dict[str, Case]) -> list[str]:
-    """The Markdown table of all cases, with failures and notes below."""
-    lines = ["| case | attempts | survived | seconds |", "|---|---|---|---|"]
+    """The Markdown table of all cases, each with a digest of its code, with failures and notes below."""
+    lines = ["| case | attempts | survived | seconds | code |", "|---|---|---|---|---|"]
     for name, case in sorted(cases.items()):
         attempts = len(case.made) if len(case.made) == case.planned else f"{len(case.made)} of {case.planned}"
         survived = case.survived if case.green else f"**{case.survived}**"
-        lines.append(f"| {name} | {attempts} | {survived} | {case.seconds:.0f} |")
+        lines.append(f"| {name} | {attempts} | {survived} | {case.seconds:.0f} | `{digest_under(name)}` |")
     each = cases.values()
     made, survived = sum(len(case.made) for case in each), sum(case.survived for case in each)
-    lines += [f"| all {len(cases)} cases | {made} | {survived} | {sum(case.seconds for case in each):.0f} |", ""]
+    lines += [f"| all {len(cases)} cases | {made} | {survived} | {sum(case.seconds for case in each):.0f} | |", ""]
     for name, case in sorted(cases.items()):
         lines += [f"- {name}: failed: {test}: {why}" for test, why in case.failures.items()]
         lines += [f"- {name}: {note}" for note in case.notes]
@@ -152,7 +154,12 @@ def write_table(config: pytest.Config, cases: dict[str, Case], seconds: float) -
     report |= {"machine": machine(device), "versions": versions(device)}
     report["results"] = [
         {"case": name, "planned": case.planned, "attempts": len(case.made), "survived": case.survived}
-        | {"seconds": round(case.seconds, 1), "failures": case.failures, "notes": case.notes}
+        | {
+            "code": digest_under(name),
+            "seconds": round(case.seconds, 1),
+            "failures": case.failures,
+            "notes": case.notes,
+        }
         for name, case in sorted(cases.items())
     ]
     path: Path = config.getoption("table")

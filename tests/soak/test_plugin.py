@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from scripts import soak_rows
+
 ROOT = Path(__file__).parents[2]
 CASES = """
 import os, time
@@ -100,3 +102,40 @@ def test_missing_attempt_fails_and_short_form_writes_no_table(tmp_path):
     status, output = soak(tmp_path, "-m", "not slow", "-k", "not hangs")
     assert (status, "8 passed, 2 deselected" in output) == (0, True), output
     assert not (tmp_path / "soak.json").exists()
+
+
+def test_a_row_is_older_once_anything_that_its_tests_reach_has_changed(tmp_path, monkeypatch):
+    folders = {name: tmp_path / name for name in ("vsa", "vsa_kernels", "tests")}
+    files = {
+        "tests/test_one.py": '@pytest.mark.soak("one", attempts=3)\ndef test_one(attempt):\n    from vsa.b import c\n',
+        "vsa/__init__.py": "",
+        "vsa/b/__init__.py": "import vsa.d",
+        "vsa/b/c.py": "import os",
+        "vsa/d.py": "from vsa_kernels import e",
+        "vsa_kernels/__init__.py": "",
+        "vsa_kernels/e.py": "x = 1",
+        "vsa/other.py": "x = 1",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(soak_rows, "ROOT", tmp_path)
+    monkeypatch.setattr(soak_rows, "FOLDERS", folders)
+    page = "| one | 3 | 3 | 1 | `{}` |\n| two | 3 | 3 | 1 | `0123456789ab` |\n"
+
+    def age() -> str:
+        soak_rows.tests_of.cache_clear()
+        soak_rows.imported.cache_clear()
+        return soak_rows.with_age(page)
+
+    try:
+        soak_rows.tests_of.cache_clear()
+        page = page.format(soak_rows.digest_under("one"))
+        assert age() == "| one | 3 | 3 | 1 | current |\n| two | 3 | 3 | 1 | older |\n"
+        for name in files:
+            (tmp_path / name).write_text(f"{files[name]}\n# changed")
+            assert age().startswith(f"| one | 3 | 3 | 1 | {'current' if name == 'vsa/other.py' else 'older'} |"), name
+            (tmp_path / name).write_text(files[name])
+    finally:
+        soak_rows.tests_of.cache_clear()
+        soak_rows.imported.cache_clear()
