@@ -700,6 +700,14 @@ def test_overwriting_cannot_leave_the_folder_of_the_run(training):
     assert contents(training.output) == before
 
 
+def test_a_file_where_checkpoints_go_is_found_before_the_first_step(training):
+    (a_run(training.folder()) / "checkpoints").write_text("mine")
+    before = contents(training.output)
+    with pytest.raises(ValueError, match="already holds checkpoints: resume with"):
+        training("trainer.max_steps=1")
+    assert contents(training.output) == before
+
+
 def test_loggers_make_no_files_before_the_run_is_checked(training):
     pytest.importorskip("tensorboard")
     # found out when the trainer sets up
