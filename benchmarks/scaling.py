@@ -264,7 +264,9 @@ def table(out: Path) -> Iterator[str]:
     Raises:
         ValueError: the folder has no finished run.
     """
-    runs = [Measured(path.parent) for path in out.glob("*/profile.json")]
+    folders = {path.parent for path in out.glob("*/profile.json")}
+    # without runs that later ones have set aside, NAME.1
+    runs = [Measured(folder) for folder in folders if folder.with_suffix("") not in folders - {folder}]
     if not runs:
         raise ValueError(f"{out} has no run with a profile.json")
     yield from (f"| {' | '.join(HEADS)} |", "|---" * len(HEADS) + "|")

@@ -49,7 +49,7 @@ class Run:
         ckpt_path: checkpoint to resume: `last` (of this run), a checkpoint folder or a run folder.
         init_from: initial weights, with a new optimizer: a checkpoint or run folder, or a folder or hub id of
             pretrained weights.
-        overwrite: whether to start over in a run folder that already contains checkpoints.
+        overwrite: whether to start over in a run folder that already contains checkpoints; the old folder is renamed.
         dry_run: whether to check everything, print what the run takes on the GPUs that are here, and stop before the
             run folder is touched.
         flop_budget: number of executed training FLOPs (without a teacher's) after which to stop, instead of

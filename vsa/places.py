@@ -1,9 +1,10 @@
-"""Where a run writes: its own folder, which follows from a few settings and which no other setting may name."""
+"""Places: a typed path becomes one value before any check, and a run writes to its own folder alone, which follows from
+a few settings and which no other setting may name."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,22 +21,55 @@ PLACE = re.compile(r"(?!sub_)(\w+_)?(dir|dirpath|directory|folder|path|root|file
 """Arguments that name a place to write to: none of them may name another one than the run folder, or a web address."""
 
 
+def place_of(value: object, what: str) -> Path:
+    """The place that a typed path names, the one value that checks, locks, readers and writers take.
+
+    Its folder is the real one: links in it are followed, `..` is gone. The last part may be a link, since its name says
+    what a file is. It is relative only if it was typed so and lies in the working directory.
+
+    Args:
+        value: the typed path; it need not exist.
+        what: the typed words, for messages.
+
+    Raises:
+        ValueError: no local path, one with `..` behind a missing folder, which would be another place once that folder
+            is made, or one through a link that leads nowhere.
+    """
+    text = str(value)
+    if not text.strip() or "\0" in text:
+        raise ValueError(f"{what} is not a folder: leave it out, or give one")
+    if text.split("/")[0] == "~" or re.match(r"[A-Za-z][\w+.-]*:/", text):
+        raise ValueError(f"{what} is not a path of this machine: expected one without ~ and without a scheme")
+    path = Path(text)
+    if lost := [p for p in path.parents if not p.is_dir() and (p.is_symlink() or p / ".." in (path, *path.parents))]:
+        raise ValueError(f"{what}: {lost[-1]} is no folder, expected a path without it")
+    real = path.resolve() if path.name in ("", "..") else path.parent.resolve() / path.name
+    inside = not path.is_absolute() and real.is_relative_to(Path.cwd())
+    return real.relative_to(Path.cwd()) if inside else real
+
+
+def refuse_inputs(run_dir: Path, places: Iterable[Path]) -> None:
+    """Raise ValueError if a place that a run reads lies in its folder, which is to be set aside; links are followed,
+    those in a folder that is read too."""
+    for place in places:
+        for path in (place, *(place.iterdir() if place.is_dir() else ())):
+            if (path == place or path.is_symlink()) and path.resolve().is_relative_to(run_dir.resolve()):
+                raise ValueError(f"overwrite=true cannot set {run_dir} aside: the run is to read {path}")
+
+
 def run_folder_of(settings: Mapping[str, Any]) -> Path:
     """The folder of a run, the only one that it writes to: OUTPUT_DIR/NAME/RUN, or RUN_DIR if that is set.
 
     Raises:
         ValueError: a setting that names no folder, with its value.
     """
-    for key in ("output_dir", "run_dir"):
-        value = str(settings[key])
-        if not value.strip() or "\0" in value:
-            raise ValueError(f"{key}={value} is not a folder: leave it out, or give one")
-    if without_secrets(folder := str(settings["run_dir"]), named=False) != folder:
+    if without_secrets(text := str(settings["run_dir"]), named=False) != text:
         raise ValueError("run_dir contains a secret, which the name of a folder would expose: choose another one")
     check_name("name", str(settings["name"]))
     check_name("run", str(settings["run"]))
-    check_name("run_dir", Path(folder).resolve().name or "run_dir")
-    return Path(folder)
+    _, folder = (place_of(settings[key], f"{key}={settings[key]}") for key in ("output_dir", "run_dir"))
+    check_name("run_dir", folder.resolve().name or "run_dir")
+    return folder
 
 
 def misplaced(key: str, node: Any, run_dir: str) -> Iterator[tuple[str, str]]:

@@ -11,6 +11,7 @@ from tests.disks import small_files
 from tests.states import files_of
 from vsa.checkpoints import run_checkpoint as ck
 from vsa.checkpoints.tensor_state import load_model_tensors, load_optimizer_tensors, optimizer_state, without_state
+from vsa.checkpoints.weight_source import open_weights
 from vsa.files import DiskFullError
 from vsa.training.optimizer import AdamW, Constant
 
@@ -138,6 +139,14 @@ def test_resolve_takes_last_run_folder_or_checkpoint(tmp_path):
         ck.resolve_checkpoint(tmp_path / "elsewhere")
     with pytest.raises(ValueError, match=r"no state\.json"):
         ck.resolve_checkpoint(tmp_path / "checkpoints")
+
+
+def test_a_file_where_checkpoints_are_expected_is_named(tmp_path):
+    (tmp_path / "checkpoints").write_text("")
+    message = rf"^{tmp_path}/checkpoints is a file, expected a folder of checkpoints$"
+    for read in (ck.resolve_checkpoint, open_weights, lambda run: ck.resolve_checkpoint("last", run)):
+        with pytest.raises(ValueError, match=message):
+            read(tmp_path)
 
 
 def test_other_schema_is_refused(tmp_path):

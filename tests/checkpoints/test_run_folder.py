@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import multiprocessing
 import os
@@ -13,6 +14,7 @@ import signal
 import socket
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 
 import lightning as L
@@ -84,7 +86,7 @@ def test_a_new_run_opens_no_folder_of_something_else(tmp_path):
     for folder in (mine, tmp_path / "outer" / "data"):
         with pytest.raises(ValueError, match=r"holds files of something else|is inside a run"):
             check_folder(folder, overwrite=False)
-        with pytest.raises(ValueError, match=r"overwrite=true cannot remove .* it has no run.json|is inside a run"):
+        with pytest.raises(ValueError, match=r"overwrite=true cannot set .* aside: it has no run.json|is inside"):
             check_folder(folder, overwrite=True)
     with pytest.raises(ValueError, match="is not a folder"):
         check_folder(mine / "config.yaml", overwrite=False)
@@ -98,32 +100,133 @@ def test_a_manifest_must_be_our_own(tmp_path, manifest):
             check_folder(tmp_path, overwrite=overwrite)
 
 
-@pytest.mark.parametrize("inner", [a_run, an_old_run])
-def test_a_run_with_another_below_it_is_not_removed(tmp_path, inner):
-    outer = a_run(tmp_path / "outer")
-    check_folder(outer, overwrite=True)
-    (outer / "sweep").mkdir()
-    below = inner(tmp_path / "a").rename(outer / "sweep" / "a")
-    before = contents(tmp_path)
-    with pytest.raises(ValueError, match=re.escape(f"{outer}: it contains another run, {below}")):
-        open_folder(outer, "new: true\n", overwrite=True)
-    assert contents(tmp_path) == before
-    check_folder(outer, overwrite=False)
+def keep_things(run: Path) -> None:
+    """What people keep in the folder of a run, some of it known as something else."""
+    files = {
+        "notes.txt": b"mine",
+        "adapters/adapter_model.safetensors": b"\0" * 99,
+        ".git/HEAD": b"ref: refs/heads/main",
+        "best-checkpoint/state.json": b"{}",
+        "shards/index.json": b"{}",
+        "export/config.json": b"{}",
+        "pipeline/model_index.json": b"{}",
+        "checkpoints/step-00000002/model.safetensors": b"weights",
+        "checkpoints/step-00000002 (copy)/model.safetensors": b"weights",
+        "odd \n name/\u00e4 .mp4": b"clip",
+        ".hidden": b"",
+        ".lock": b"",
+    }
+    for name, content in files.items():
+        (run / name).parent.mkdir(parents=True, exist_ok=True)
+        (run / name).write_bytes(content)
+    (run / "sweep").mkdir()
+    a_run(run.parent / "a").rename(run / "sweep" / "a")
+    (run / "empty" / "folder").mkdir(parents=True)
+    (run / "link").symlink_to(run.parent)
+    (run / "gone").symlink_to("nowhere")
+    (run / "step").symlink_to("checkpoints/step-00000002")
+    os.link(run / "notes.txt", run / "same.txt")
+    os.mkfifo(run / "pipe")
+    (run / "notes.txt").chmod(0o400)
 
 
-@pytest.mark.parametrize(
-    ("name", "what"),
-    [("index.json", "a data set"), ("config.json", "exported weights"), ("model_index.json", "exported weights")],
-)
-def test_a_run_with_a_data_set_or_an_export_below_it_is_not_removed(tmp_path, name, what):
+def states(folder: Path) -> dict[str, object]:
+    """Every path below a folder with its kind, rights, time, and content or target."""
+    found = {}
+    for place, names, files in os.walk(folder):
+        for name in (*names, *files):
+            path = Path(place, name)
+            what = path.lstat()
+            content = os.readlink(path) if path.is_symlink() else path.read_bytes() if path.is_file() else None
+            found[str(path.relative_to(folder))] = (what.st_ino, what.st_mode, what.st_mtime_ns, content)
+    return found
+
+
+def test_all_that_lies_in_an_old_run_is_set_aside_with_it(tmp_path):
     run = a_run(tmp_path / "run")
-    (run / "mine" / "x").mkdir(parents=True)
-    (run / "mine" / "x" / name).write_text("{}")
-    before = contents(tmp_path)
-    with pytest.raises(ValueError, match=re.escape(f"{run}: it contains {what}, {run}/mine/x")):
+    keep_things(run)
+    before = states(run)
+    assert len(before) > 26
+    open_folder(run, "new: true\n", overwrite=True)
+    assert states(tmp_path / "run.1") == before
+    assert contents(run).keys() == {"config.yaml", MANIFEST}
+    # and it comes back whole
+    keep_things(run)
+    before = states(tmp_path)
+    with pytest.raises(KeyError):
+        fail_in(run, overwrite=True)
+    assert states(tmp_path) == before
+
+
+def die_at(call: int) -> None:
+    """Kill this process right before its `call`-th change of names."""
+    calls = itertools.count()
+
+    def counted(change):
+        def dying(*args, **kwargs):
+            if next(calls) == call:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return change(*args, **kwargs)
+
+        return dying
+
+    for name in ("rename", "replace", "mkdir", "unlink", "rmdir"):
+        setattr(os, name, counted(getattr(os, name)))
+
+
+@pytest.mark.filterwarnings("ignore:run folder .* put its old run back")
+def test_a_kill_at_any_moment_loses_nothing(tmp_path):
+    """Between all steps of setting aside: the old run is whole in one place, and the next start goes on from there."""
+    outcomes = []
+    for call in itertools.count():
+        run = a_run(tmp_path / str(call) / "run")
+        keep_things(run)
+        old = states(run)
+        child = os.fork()
+        if child == 0:
+            die_at(call)
+            with locked(run), RunFolder(run) as opened:
+                opened.open("new: true\n", overwrite=True)
+                opened.keep()
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        with locked(run):
+            pass
+        (place,) = (path for path in (run, run.with_name("run.1")) if path.exists() and states(path) == old)
+        outcomes.append(place.name)
+        assert set(os.listdir(run.parent)) <= {"run", "run.1"}
+        open_folder(run, "newer: true\n", overwrite=True)
+        assert states(run.with_name("run.1")) == old
+        assert (run / "config.yaml").read_text() == "newer: true\n"
+        if not os.WIFSIGNALED(status):
+            break
+    # it stands until the new run has made its step, and then has its new name
+    assert outcomes == sorted(outcomes)
+    assert outcomes.count("run") >= 5
+    assert outcomes[-1] == "run.1"
+
+
+@pytest.mark.parametrize("kind", ["run", "file", "link", "log", "in use"])
+def test_a_name_that_is_taken_is_left_alone(tmp_path, kind):
+    run, taken = a_run(tmp_path / "run"), tmp_path / "run.1"
+    log = tmp_path / "run.1.log"
+    if kind == "run":
+        a_run(taken)
+    elif kind == "file":
+        taken.write_text("mine")
+    elif kind == "link":
+        taken.symlink_to("nowhere")
+    elif kind == "log":
+        log.write_text("mine")
+    before, old = states(tmp_path), states(run)
+    # a run of this name has been checked, and opens its folder soon
+    with locked(taken) if kind == "in use" else nullcontext():
         open_folder(run, "new: true\n", overwrite=True)
-    assert contents(tmp_path) == before
-    check_folder(run, overwrite=False)
+    after = states(tmp_path)
+    assert states(tmp_path / "run.2") == old
+    others = {name: state for name, state in before.items() if not name.startswith("run/") and name != "run"}
+    assert others.items() <= after.items()
+    assert sorted(os.listdir(tmp_path)) == sorted({"run", "run.2", *others} - {n for n in others if "/" in n})
 
 
 def test_a_link_is_followed_neither_to_write_nor_to_remove(tmp_path):
@@ -155,6 +258,7 @@ def test_a_link_is_followed_neither_to_write_nor_to_remove(tmp_path):
         check_folder(tmp_path / "real", overwrite=False)
     open_folder(tmp_path / "real", "new: true\n", overwrite=True)
     assert contents(tmp_path / "real").keys() == {"config.yaml", MANIFEST}
+    assert os.readlink(tmp_path / "real.1" / "wandb") == str(tmp_path / "away")
     assert (outside / "photo").read_text() == "mine"
 
 
@@ -168,19 +272,25 @@ def test_the_folder_one_stands_in_is_not_removed(tmp_path, monkeypatch):
 # opening
 
 
-def test_overwriting_moves_aside_opens_and_removes(tmp_path):
+def test_overwriting_moves_opens_and_names_what_was_moved(tmp_path):
     folder = a_run(tmp_path / "run")
     first = json.loads((folder / MANIFEST).read_text())
     assert first.keys() == {"written_by", "version", "commits", "run_id", "created", "started_in"}
     assert first["written_by"] == "vsa-train"
-    # what an overwrite that was killed left behind goes when this run has got going
+    # an old run of an overwrite that was killed, and a new one that made no step and was being removed
     lefts = [".run.overwritten-0123abcd", ".run.removing-0123abcd", ".run2.overwritten-0123abcd"]
     for left in lefts:
         (tmp_path / left / "checkpoints").mkdir(parents=True)
+    (tmp_path / lefts[0] / "notes").write_text("mine")
     with RunFolder(folder) as run:
         run.open("new: true\n", overwrite=True)
         assert set(lefts) < set(os.listdir(tmp_path))
-    assert sorted(os.listdir(tmp_path)) == [lefts[2], "run"]
+        assert run.keep() == [tmp_path / "run.1", tmp_path / "run.2"]
+        assert run.keep() == []
+    assert sorted(os.listdir(tmp_path)) == [lefts[2], "run", "run.1", "run.2"]
+    # the older one first
+    assert (tmp_path / "run.1" / "notes").read_text() == "mine"
+    assert json.loads((tmp_path / "run.2" / MANIFEST).read_text()) == first
     assert contents(folder).keys() == {"config.yaml", MANIFEST}
     assert (folder / "config.yaml").read_text() == "new: true\n"
     assert json.loads((folder / MANIFEST).read_text())["run_id"] != first["run_id"]
@@ -257,7 +367,7 @@ def test_what_fails_before_it_is_kept_is_undone(tmp_path, overwrite):
     with pytest.raises(KeyError):
         fail_in(folder, overwrite=overwrite, keeps=True)
     assert (folder / "config.yaml").read_text() == "new: true\n"
-    assert sorted(os.listdir(tmp_path)) == ["old", "run"]
+    assert sorted(os.listdir(tmp_path)) == ["old", "run", *(["run.1"] if overwrite else [])]
 
 
 def test_a_run_that_cannot_be_moved_aside_stays(tmp_path, monkeypatch):
@@ -294,7 +404,7 @@ def test_an_old_run_comes_back_when_the_new_one_cannot_be_opened(tmp_path, monke
     assert contents(tmp_path) == before
 
 
-@pytest.mark.parametrize("where", ["moved", "opened", "made a checkpoint", "of something else"])
+@pytest.mark.parametrize("where", ["moved", "writing", "opened", "noted", "made a checkpoint", "of something else"])
 def test_overwritten_run_is_restored_if_the_new_one_made_no_step(tmp_path, where):
     folder = a_run(tmp_path / "run")
     (folder / "checkpoints" / "step-00000002").mkdir(parents=True)
@@ -302,13 +412,24 @@ def test_overwritten_run_is_restored_if_the_new_one_made_no_step(tmp_path, where
     RunFolder(folder).open("new: true\n", overwrite=True)
     if where == "moved":
         shutil.rmtree(folder)
+    if where == "writing":
+        # killed before the manifest had its name
+        shutil.rmtree(folder)
+        folder.mkdir()
+        (folder / ".tmp-0123456789abcdef.json").write_text("{")
+    if where == "noted":
+        (folder / "notes").write_text("mine")
     if where == "made a checkpoint":
         (folder / "checkpoints" / "step-00000001").mkdir(parents=True)
     if where == "of something else":
         (folder / MANIFEST).unlink()
-    if where in ("moved", "opened"):
+    if where in ("moved", "writing", "opened", "noted"):
         with pytest.warns(UserWarning, match=rf"^run folder {folder}: put its old run back"), locked(folder):
             pass
+        if where == "noted":
+            # what somebody keeps in the new one is not lost either
+            assert (tmp_path / "run.1" / "notes").read_text() == "mine"
+            shutil.rmtree(tmp_path / "run.1")
         assert contents(tmp_path) == before
     else:
         left = contents(tmp_path)
@@ -479,7 +600,7 @@ def test_a_folder_that_only_itself_can_be_written_to_is_locked_inside(tmp_path, 
             with pytest.raises(ValueError, match=f"in use by process {os.getpid()}"), locked(folder):
                 pass
             open_folder(folder, "new: true\n", overwrite=False)
-            with pytest.raises(ValueError, match=rf"^overwrite=true cannot replace {folder}: the folder above it"):
+            with pytest.raises(ValueError, match=rf"^overwrite=true cannot set {folder} aside: the folder above"):
                 open_folder(folder, "new: true\n", overwrite=True)
     assert contents(folder).keys() == {"config.yaml", MANIFEST}
     deny(monkeypatch, folder)
@@ -495,7 +616,7 @@ def test_a_mount_point_is_not_overwritten(tmp_path, monkeypatch):
         raise OSError(errno.EBUSY, "Device or resource busy", str(source))
 
     monkeypatch.setattr(os, "rename", busy)
-    with pytest.raises(ValueError, match=rf"^overwrite=true cannot replace {folder}: it is a mount point\. Remove"):
+    with pytest.raises(ValueError, match=rf"^overwrite=true cannot set {folder} aside: it is a mount point, name"):
         open_folder(folder, "new: true\n", overwrite=True)
     assert contents(tmp_path) == before
 
@@ -521,20 +642,24 @@ class Fails(L.Callback):
             raise KeyError
 
 
-def test_an_overwritten_run_is_removed_when_the_new_one_has_made_a_step(training):
+def test_an_overwritten_run_is_set_aside_when_the_new_one_has_made_a_step(training, caplog):
     common = ("trainer.max_steps=2", "trainer.accumulate_grad_batches=2")
     with pytest.raises(KeyError):
         training(*common, callbacks=(Fails(1),))
     assert not training.output.exists()
     training(*common)
-    before = contents(training.output)
+    (training.folder() / "notes").write_text("mine")
+    before, old = contents(training.output), states(training.folder())
     with pytest.raises(KeyError):
         training(*common, "overwrite=true", callbacks=(Fails(1),))
     assert contents(training.output) == before
     with pytest.raises(KeyError):
         training(*common, "overwrite=true", "seed=1", callbacks=(Fails(2),))
     assert sorted(training.losses()) == [1]
-    assert [path.name for path in training.folder().parent.iterdir()] == ["default"]
+    aside = training.folder("default.1")
+    assert sorted(path.name for path in training.folder().parent.iterdir()) == ["default", "default.1"]
+    assert states(aside) == old
+    assert f"the run that was in {training.folder()} is in {aside} now" in caplog.messages
     assert "seed: 1" in (training.folder() / "config.yaml").read_text()
 
 
@@ -573,6 +698,14 @@ def test_overwriting_cannot_leave_the_folder_of_the_run(training):
     for name in ("run=", "run=..", "name=.."):
         with pytest.raises(ValueError, match=f"^{name.partition('=')[0]}=.* is (not a name|empty)"):
             training(name, "overwrite=true")
+    assert contents(training.output) == before
+
+
+def test_a_file_where_checkpoints_go_is_found_before_the_first_step(training):
+    (a_run(training.folder()) / "checkpoints").write_text("mine")
+    before = contents(training.output)
+    with pytest.raises(ValueError, match="already holds checkpoints: resume with"):
+        training("trainer.max_steps=1")
     assert contents(training.output) == before
 
 

@@ -93,6 +93,11 @@ def test_what_a_sweep_says(tmp_path):
         Missing(name="s/e", status="waiting", reason="not started yet"),
         Missing(name="s/f", status="running", reason="no metrics yet"),
     ]
+    # a point that was started over leaves its old run beside it, which is none of the sweep's
+    for name in ("a.1", "b.12", "x.1", "a.old"):
+        write_run(tmp_path / "s" / name)
+    assert [run.name for run in find_runs([tmp_path])[1]] == ["s/a", "s/a.old", "s/b", "s/d", "s/x.1"]
+    assert [run.name for run in find_runs([tmp_path / "s" / "a.1"])[1]] == ["a.1"]
     # a sweep all of whose points were refused is one, too
     write_sweep(tmp_path / "t", {"name": "x", "status": "refused", "reason": "why"})
     assert find_runs([tmp_path / "t"])[1:] == ([], [Missing(name="x", status="refused", reason="why")])

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 
+import pytest
+
+from vsa.checkpoints.run_folder import locked
 from vsa.sweeps.job_queue import Job
 from vsa.sweeps.points import Point
 from vsa.sweeps.record import SweepRecord
@@ -28,3 +32,25 @@ def test_a_run_stopped_in_its_last_step_is_not_finished(tmp_path):
     # of an earlier version
     manifest.write_text('{"written_by": "vsa-train"}')
     assert record.finished(point)
+
+
+def test_a_point_that_is_started_over_is_set_aside_with_its_log(tmp_path):
+    """Whatever lies in its folder; the next one takes the next name that neither a run nor a log has."""
+    point, record = Point("a", ()), SweepRecord(tmp_path, sweep="s", command="vsa sweep s", settings=())
+    assert record.forget(point) is None
+    (tmp_path / "a.2.log").write_text("mine")
+    for number, name in ((1, "a.1"), (2, "a.3")):
+        (tmp_path / "a" / "notes").mkdir(parents=True)
+        (tmp_path / "a" / "notes" / "mine").write_text(f"notes {number}")
+        (tmp_path / "a.log").write_text(f"log {number}")
+        record.note({point: Job("a", (), tmp_path / "a.log", status="finished")})
+        assert record.forget(point) == tmp_path / name
+        assert (tmp_path / name / "notes" / "mine").read_text() == f"notes {number}"
+        assert (tmp_path / f"{name}.log").read_text() == f"log {number}"
+        assert not record.changed(point)
+    assert sorted(os.listdir(tmp_path)) == ["a.1", "a.1.log", "a.2.log", "a.3", "a.3.log", "sweep.json"]
+    # a run that goes on there is in nobody's way
+    (tmp_path / "a").mkdir()
+    with locked(tmp_path / "a"), pytest.raises(ValueError, match="is in use by process"):
+        record.forget(point)
+    assert (tmp_path / "a").is_dir()

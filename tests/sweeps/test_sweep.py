@@ -175,10 +175,10 @@ def test_a_sweep_that_is_killed_goes_on_with_what_is_missing(attempt, command_li
     assert err.startswith(f"error: {folder} holds runs of other settings at f, taken: give another sweep.name")
     assert files(folder / "f") | {"log": ((folder / "f.log").read_bytes(), 0)} == content
 
-    # nor are runs removed that the new ones are to read
+    # nor are runs moved that the new ones are to read
     status, _, err = command_line("sweep", "mine", *words, f"init_from={folder / 'f'}", "overwrite=true")
     assert (status, err.count("\n")) == (1, 1)
-    assert err == f"error: overwrite=true cannot remove {folder / 'f'}: the run is to read init_from={folder / 'f'}\n"
+    assert err.startswith(f"error: overwrite=true cannot set {folder / 'f'} aside: the run is to read {folder / 'f'}/")
     assert files(folder / "f") | {"log": ((folder / "f.log").read_bytes(), 0)} == content
 
 
@@ -353,6 +353,15 @@ class Looking:
     def add(self, jobs: Any) -> None: ...
 
     def changed(self, job: Any) -> None: ...
+
+
+def test_a_seed_that_is_given_twice_is_refused(tmp_path):
+    """Two runs would share a folder, and the comparison would count one of them twice."""
+    message = rf"^sweep\.seeds=\[1, 2, 1\]: two runs would write to one folder, {tmp_path}/POINT-seed1$"
+    sweep = Sweep(name="mine", seeds=[1, 2, 1])
+    with pytest.raises(ValueError, match=message):
+        sweep_run_module.SweepRun(PointSweeper(), sweep, tmp_path, [], seed=0, overwrite=False)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_seeds_use_the_best_learning_rate_first_seeds_first(tmp_path, monkeypatch):

@@ -14,15 +14,30 @@ import lightning.pytorch.callbacks
 import lightning.pytorch.loggers
 import lightning.pytorch.profilers
 import pytest
+import torch
 import yaml
 from lightning.pytorch.trainer import Trainer
+from safetensors.torch import save_file
 
 from tests.tiny_runs import CONFIGS, TINY_OVERRIDES, TinyTraining
+from vsa.attention.sparge.tuned import HeadSettings, Tuned
 from vsa.config import check_settings, check_targets, target_class
 from vsa.settings import arguments_of
 from vsa.training.hydra_guard import composed
+from vsa.training.launch import launch
 
 L = "lightning.pytorch"
+LOW_RANK = (("A", (2, 12)), ("B", (12, 2)))
+TUNED_FOR = {
+    "layers": 2,
+    "heads": 1,
+    "head_dim": 12,
+    "q_tokens": 16,
+    "kv_tokens": 8,
+    "order": "hilbert",
+    "keeps_sum": True,
+}
+TUNED = ("attention.q_tokens=16", "attention.kv_tokens=8", "attention.tuned=IN")
 
 
 def contents(folder: Path) -> dict[str, bytes | str | None]:
@@ -201,26 +216,255 @@ def test_toy_clips_are_not_rendered_into_a_run(runs):
         assert re.match(r"data\.(root|videos)=.*precious.* is inside a run", message)
 
 
-SHARDS = ("data=folder", "~data.toy.size", "~data.toy.count")
+# another spelling of the folder of all runs, and what is told of it; PARENT is the folder above it
+OTHER_SPELLINGS = {
+    "output_dir=PARENT/missing/../outputs": "output_dir=.*: PARENT/missing is no folder, expected a path without it",
+    "output_dir=PARENT/outputs/pretrain/precious/run.json/../../..": "/run.json is no folder, expected",
+    "run_dir=PARENT/outputs/missing/../pretrain/precious": "run_dir=.*: PARENT/outputs/missing is no folder,",
+    "run_dir=PARENT/outputs/pretrain/precious/missing/..": "run_dir=.*: .*/precious/missing is no folder,",
+    "output_dir=missing/../outputs": "output_dir=.*: missing is no folder,",
+    "output_dir=loop/outputs": "output_dir=.*: loop is no folder,",
+    "output_dir='~/outputs'": "is not a path of this machine",
+    "output_dir=file://PARENT/outputs": "is not a path of this machine",
+    "output_dir=": "is not a folder|is empty",
+    "output_dir=outputs": "already holds checkpoints",
+    "output_dir=./outputs//": "already holds checkpoints",
+    "output_dir=other/../outputs": "already holds checkpoints",
+    "output_dir=once": "already holds checkpoints",
+    "output_dir=twice": "already holds checkpoints",
+    # the folder above what the link leads to, not that above the link
+    "output_dir=link/../../outputs": "already holds checkpoints",
+    "run_dir=PARENT//outputs/./pretrain/precious/": "already holds checkpoints",
+    "run_dir=PARENT/outputs/pretrain/precious/checkpoints/..": "already holds checkpoints",
+    "run_dir=twice/pretrain/precious": "already holds checkpoints",
+}
+
+
+IN_SHORT = ("output_dir=PARENT/missing/../outputs", "output_dir=loop/outputs", "output_dir=link/../../outputs")
 
 
 @pytest.mark.parametrize(
-    "settings",
-    [
-        (*SHARDS, "data.root=PRECIOUS/checkpoints"),
-        (*SHARDS, "data.root=OUT/link/checkpoints"),
-        ("init_from=PRECIOUS",),
-    ],
-    ids=lambda settings: settings[-1],
+    "setting",
+    [pytest.param(s, marks=() if s in IN_SHORT else pytest.mark.slow, id=s) for s in OTHER_SPELLINGS],
 )
-def test_what_the_run_is_to_read_is_not_removed(runs, settings):
-    folder = runs.folder("precious")
-    link = runs.output / "link"
-    if not link.exists():
-        link.symlink_to(folder)
-    settings = [text.replace("OUT", str(runs.output)).replace("PRECIOUS", str(folder)) for text in settings]
-    message = unharmed(runs, "run=precious", "overwrite=true", *settings)
-    assert message == f"overwrite=true cannot remove {folder}: the run is to read {settings[-1]}"
+def test_a_run_is_found_under_every_spelling(runs, setting, monkeypatch):
+    parent = runs.output.parent
+    monkeypatch.chdir(parent)
+    (parent / "other" / "inner").mkdir(parents=True)
+    for name, target in (("once", "outputs"), ("twice", "once"), ("link", "other/inner"), ("loop", "loop")):
+        (parent / name).symlink_to(target)
+    try:
+        message = unharmed(runs, "run=precious", "trainer.max_steps=3", setting.replace("PARENT", str(parent)))
+    finally:
+        for name in ("once", "twice", "link", "loop"):
+            (parent / name).unlink()
+        shutil.rmtree(parent / "other")
+    assert re.search(OTHER_SPELLINGS[setting].replace("PARENT", str(parent)), message), message
+
+
+def test_a_run_goes_where_its_checks_look(training, tmp_path, monkeypatch):
+    """The link is followed once: what it leads to later is another place."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "link").symlink_to("first")
+
+    class Relink(lightning.pytorch.Callback):
+        def on_fit_start(self, trainer, pl_module):
+            (tmp_path / "link").unlink()
+            (tmp_path / "link").symlink_to("second")
+
+    training("output_dir=link", "trainer.max_steps=1", callbacks=(Relink(),))
+    assert contents(tmp_path / "second") == {}
+    assert (tmp_path / "first" / "pretrain" / "default" / "checkpoints" / "step-00000001").is_dir()
+
+
+def test_toy_clips_go_where_their_checks_look(runs):
+    place = runs.output / "missing" / ".." / "shards"
+    words = ("data=toy", "~data.toy.size", "~data.toy.count", f"data.root={place}", f"data.videos={runs.output}/v")
+    assert f": {runs.output}/missing is no folder" in unharmed(runs, "run=other", *words)
+
+
+SHARDS = ("data=folder", "~data.toy.size", "~data.toy.count", "data.root=SHARDS")
+
+# settings with a place IN the run that is started over, and that place
+INPUTS = {
+    "run": (("init_from=IN",), ""),
+    "checkpoint": (("init_from=IN",), "checkpoints/step-00000002"),
+    "adapters": (("init_from=BASE+IN",), "adapters"),
+    "file of adapters": (("init_from=BASE+IN",), "adapters/a.safetensors"),
+    "base of adapters": (("init_from=IN+ADAPTERS",), ""),
+    "shards": ((*SHARDS, "data.root=IN"), "shards"),
+    "drop list": ((*SHARDS, "data.drop=IN"), "drop.txt"),
+    "videos": ((*SHARDS, "data.videos=IN"), "videos"),
+    "sources": ((*SHARDS, "data.root=null", "data.sources={a:{root:IN}}"), "shards"),
+    "stream": (
+        ("data=stream", *SHARDS[1:3], "~data.val_fraction", "data.urls=IN"),
+        "shards/latents-C16x2x8x8-00000.tar",
+    ),
+    "sizes": (("model=from_checkpoint", "model.sizes_from=IN"), ""),
+    "teacher": (
+        ("task=finetune", "task.gates=required", "init_from=BASE", "task.teacher=IN", "task.objective.velocity=1"),
+        "dense",
+    ),
+    "codec": (("data.codec={_target_:vsa.data.codecs.WanVAE,source:IN}",), "vae"),
+    "tuned": (("attention=sparge", "~attention.tile_thw", "attention.allow_training=true", *TUNED), "tuned.json"),
+}
+SPELLINGS = ("plain", "relative", "slashes", "..", "link", "links", "file links")
+
+
+@pytest.fixture(scope="module")
+def with_inputs(tmp_path_factory) -> Iterator[TinyTraining]:
+    """A run `precious` with all kinds of inputs in its folder; a run `base`, shards and adapters beside it."""
+    with pytest.MonkeyPatch.context() as patch:
+        training = TinyTraining(tmp_path_factory.mktemp("inputs") / "outputs", patch)
+        parent = training.output.parent
+        toy = (f"data.root={parent}/shards", f"data.videos={parent}/videos", "data.toy.count=8")
+        training("run=base", "trainer.max_steps=2", "data=toy", *toy)
+        run = shutil.copytree(training.folder("base"), training.folder("precious"))
+        for name in ("shards", "videos"):
+            shutil.copytree(parent / name, run / name)
+        (run / "drop.txt").write_text("")
+        (run / "adapters").mkdir()
+        names = {f"transformer.blocks.0.attn1.to_q.lora_{half}.weight": torch.ones(shape) for half, shape in LOW_RANK}
+        save_file(names, run / "adapters" / "a.safetensors")
+        shutil.copytree(run / "adapters", parent / "adapters")
+        heads = {layer: [HeadSettings(tau=0.9, theta=-1.0)] for layer in range(2)}
+        Tuned(**TUNED_FOR, made={}, found=heads).write(run / "tuned.json")
+        yield training
+
+
+def spelled(place: Path, how: str, elsewhere: Path) -> str | None:
+    """A path that leads to a place from the working directory `elsewhere`; None if there is none of this kind."""
+    if how == "relative":
+        return os.path.relpath(place, elsewhere)
+    if how == "slashes":
+        return f"{place.parent}//./{place.name}{'/' if place.is_dir() else ''}"
+    if how == "..":
+        return f"{place.parent.parent}/../{place.parent.parent.name}/{place.parent.name}/{place.name}"
+    if how in ("link", "links"):
+        (elsewhere / "one").symlink_to(place.parent)
+        (elsewhere / "two").symlink_to("one")
+        return f"{'one' if how == 'link' else 'two'}/{place.name}"
+    if how == "file links":
+        if not place.is_dir() or place.name not in ("adapters", "shards"):
+            return None
+        (elsewhere / "own").mkdir()
+        for path in place.iterdir():
+            (elsewhere / "own" / path.name).symlink_to(path)
+        return "own"
+    return str(place)
+
+
+def refused_input(training: TinyTraining, kind: str, how: str, elsewhere: Path) -> None:
+    settings, name = INPUTS[kind]
+    run, parent = training.folder("precious"), training.output.parent
+    # those that take longer
+    if kind == "codec" and not (run / name).exists():
+        from tests.data.tiny_wan import make_vae
+
+        make_vae().save_pretrained(run / name)
+    if kind == "teacher" and not (run / name).exists():
+        training("run=dense", "attention=full", "~attention.tile_thw", "trainer.max_steps=1")
+        shutil.move(training.folder("dense"), run / name)
+    if (place := spelled(run / name, how, elsewhere)) is None:
+        pytest.skip(f"no such spelling of {name}")
+    names = {"IN": place, "BASE": str(training.folder("base")), "ADAPTERS": f"{parent}/adapters"}
+    names["SHARDS"] = f"{parent}/shards"
+    words = [re.sub(r"\b(IN|BASE|ADAPTERS|SHARDS)\b", lambda found: names[found[0]], word) for word in settings]
+    before = contents(parent)
+    with pytest.raises(ValueError, match=rf"^overwrite=true cannot set {run} aside: the run is to read ") as refusal:
+        training("run=precious", "overwrite=true", *words)
+    # what is named lies in the run
+    assert Path(str(refusal.value).rpartition("to read ")[2]).resolve().is_relative_to(run)
+    assert contents(parent) == before
+
+
+@pytest.mark.parametrize(
+    ("kind", "how"),
+    [
+        ("run", "plain"),
+        ("adapters", ".."),
+        ("shards", "file links"),
+    ],
+)
+def test_what_a_run_opened_in_its_folder_stays(with_inputs, kind, how, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    refused_input(with_inputs, kind, how, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", SPELLINGS)
+@pytest.mark.parametrize("kind", INPUTS)
+def test_every_input_under_every_spelling(with_inputs, kind, how, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    refused_input(with_inputs, kind, how, tmp_path)
+
+
+@pytest.mark.slow
+def test_words_that_look_like_a_path_are_none(with_inputs):
+    """A caption that is the run's own folder is no input: the control of the tests above."""
+    run = with_inputs.folder("other")
+    shutil.copytree(with_inputs.folder("base"), run)
+    words = (f"callbacks.samples.prompts=['{run}']", "callbacks.samples.steps=1", "trainer.max_steps=1")
+    with_inputs("run=other", "overwrite=true", f"init_from={with_inputs.folder('base')}", *words)
+    assert run.with_name("other.1").is_dir()
+    for name in ("other", "other.1"):
+        shutil.rmtree(with_inputs.folder(name))
+
+
+def test_configs_in_the_run_are_inputs(with_inputs, command_line):
+    run = with_inputs.folder("precious")
+    (run / "conf" / "experiment").mkdir(parents=True, exist_ok=True)
+    (run / "conf" / "experiment" / "mine.yaml").write_text("# @package _global_\nseed: 3\n")
+    before = contents(with_inputs.output.parent)
+    words = (*TINY_OVERRIDES, f"output_dir={with_inputs.output}", "run=precious", "overwrite=true", "dry_run=true")
+    status, _, err = command_line("train", f"--config-dir={run}/conf", "experiment=mine", *words)
+    assert (status, f"error: overwrite=true cannot set {run} aside: the run is to read {run}/conf\n" in err) == (
+        1,
+        True,
+    )
+    assert contents(with_inputs.output.parent) == before
+
+
+@pytest.mark.parametrize(
+    ("words", "folder"),
+    [
+        (("seed=1,2",), "default"),
+        pytest.param(("run=a", "seed=1,2"), "a", marks=pytest.mark.slow),
+        pytest.param(("run=a,b,a",), "a", marks=pytest.mark.slow),
+        pytest.param(("run_dir=OUT/pretrain/x/../a,OUT/pretrain/a",), "a", marks=pytest.mark.slow),
+        pytest.param(("run_dir=OUT/pretrain/a,OUT/pretrain/a/b",), "a", marks=pytest.mark.slow),
+    ],
+)
+def test_jobs_that_share_a_folder_are_refused_before_the_first(command_line, tmp_path, words, folder):
+    out = tmp_path / "out"
+    (out / "pretrain" / "x").mkdir(parents=True)
+    settings = [*TINY_OVERRIDES, f"output_dir={out}", *(word.replace("OUT", str(out)) for word in words)]
+    status, _, err = command_line("train", "-m", *settings)
+    assert status == 1
+    count = max(word.count(",") for word in words) + 1
+    expected = f"error: two of {count} jobs would write to {out}/pretrain/{folder}: name each, such as 'run=s${{seed}}'"
+    assert err.splitlines()[-1] == expected
+    assert contents(tmp_path).keys() == {"out", "out/pretrain", "out/pretrain/x"}
+
+
+@pytest.mark.slow
+def test_no_job_trains_before_another_one_is_refused(command_line, with_inputs):
+    before = contents(with_inputs.output.parent)
+    words = (*TINY_OVERRIDES, f"output_dir={with_inputs.output}", "run=new,base")
+    status, _, err = command_line("train", "-m", *words)
+    assert status == 1
+    assert f"run folder {with_inputs.folder('base')} already holds checkpoints" in err
+    assert contents(with_inputs.output.parent) == before
+
+
+def test_jobs_are_named_by_their_own_values(tmp_path, monkeypatch):
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "0")
+    folders = []
+    words = (*TINY_OVERRIDES, f"output_dir={tmp_path}", "seed=1,2", "run=s${seed}")
+    launch(["-m", *words], lambda cfg: folders.append(str(cfg.run_dir)))
+    assert folders == [f"{tmp_path}/pretrain/s1", f"{tmp_path}/pretrain/s2"]
 
 
 def composed_with(*overrides: str):

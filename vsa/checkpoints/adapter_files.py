@@ -145,6 +145,10 @@ class AdaptedWeights(WeightSource):
         return self.source
 
     @property
+    def places(self) -> list[Path]:
+        return [*self._base.places, *(self._own.folder / name for name in self._own.names)]
+
+    @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return self._base.shapes | self._changes.new
 

@@ -309,6 +309,8 @@ def latest_checkpoint(folder: Path, on_damaged=print, *, verify: bool = True) ->
     Raises:
         ValueError: there is no valid checkpoint.
     """
+    if folder.is_file():
+        raise ValueError(f"{folder} is a file, expected a folder of checkpoints")
     for path in reversed(list_checkpoints(folder)):
         try:
             return read_checkpoint(path, verify=verify)
@@ -329,6 +331,6 @@ def resolve_checkpoint(spec: str | Path, run_dir: Path | None = None, *, verify:
     path = Path(spec)
     if not path.exists():
         raise ValueError(f"no such checkpoint or run folder: {path}")
-    if (path / "checkpoints").is_dir():
+    if (path / "checkpoints").exists():
         return latest_checkpoint(path / "checkpoints", verify=verify)
     return read_checkpoint(path, verify=verify)

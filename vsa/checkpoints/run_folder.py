@@ -1,4 +1,4 @@
-"""Run folder: lock of the writing process, and replacement of an old run by a new one."""
+"""Run folder: lock of the writing process, and an old run that is set aside for a new one."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import shutil
 import signal
 import socket
 import warnings
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -22,19 +23,15 @@ from vsa.checkpoints.manifest import PROJECT, has_manifest, local_time, note_com
 from vsa.checkpoints.places import MANIFEST
 from vsa.checkpoints.retention import put_back, set_aside, shared_step
 from vsa.checkpoints.run_checkpoint import list_checkpoints
-from vsa.data.index import INDEX_NAME
 from vsa.errors import refuse_unwritable
 from vsa.files import read_json, set_damaged_aside, write_whole
 from vsa.signals import handled_by
 
 # lock of a folder that is writable but cannot be renamed
 _INNER_LOCK = ".lock"
-# files by which data sets and exported models are known; a run writes none of these names
-_INDEXES = {INDEX_NAME: "a data set", **dict.fromkeys(("config.json", "model_index.json"), "exported weights")}
-_CANNOT_MOVE = (
-    "overwrite=true cannot replace {}: {}. Remove what is in it by hand, or name another run with run=NAME or "
-    "run_dir=FOLDER"
-)
+# what a run that made no step has written by itself
+_FIRST_FILES = {MANIFEST, "config.yaml", "metrics.csv", "tensorboard", "wandb", _INNER_LOCK}
+_CANNOT_MOVE = "overwrite=true cannot set {} aside: {}, name another run with run=NAME or run_dir=FOLDER"
 
 
 @contextmanager
@@ -112,11 +109,11 @@ def _holder(lock: Path) -> str:
 
 
 def check_folder(folder: Path, *, overwrite: bool) -> None:
-    """Refuse a folder that a run must not write to, or that must not be removed for it.
+    """Refuse a folder that a run must not write to, or that must not be set aside for it.
 
     Args:
         folder: the run folder, which need not exist.
-        overwrite: whether it will be replaced.
+        overwrite: whether it will be set aside.
 
     Raises:
         ValueError: names the problem and its solution.
@@ -136,7 +133,8 @@ def check_folder(folder: Path, *, overwrite: bool) -> None:
     if not _holds_files(folder):
         return
     if not overwrite:
-        if not _is_run(folder):
+        # versions before the manifest wrote checkpoints only
+        if not has_manifest(folder) and not list_checkpoints(folder / "checkpoints"):
             raise ValueError(
                 f"run folder {folder} holds files of something else (it has no {MANIFEST}): "
                 "a run could replace them, name another one with run=NAME or run_dir=FOLDER"
@@ -148,15 +146,13 @@ def check_folder(folder: Path, *, overwrite: bool) -> None:
                 raise ValueError(f"run folder {folder} has a link out of it, {link} -> {os.readlink(link)}: remove it")
         return
     if Path.cwd().is_relative_to(folder.resolve()):
-        raise ValueError(f"overwrite=true cannot remove {folder}: the command was started inside it")
+        raise ValueError(f"overwrite=true cannot set {folder} aside: the command was started inside it")
     if not has_manifest(folder):
         raise ValueError(
-            f"overwrite=true cannot remove {folder}: it has no {MANIFEST} that shows it to be a run of {PROJECT}. "
-            "Remove it by hand, or name another run with run=NAME; a run of an older version gets one when it is "
+            f"overwrite=true cannot set {folder} aside: it has no {MANIFEST} that shows it to be a run of {PROJECT}. "
+            "Move it by hand, or name another run with run=NAME; a run of an older version gets one when it is "
             "resumed with ckpt_path=last"
         )
-    for path, what in _of_others(folder):
-        raise ValueError(f"overwrite=true cannot remove {folder}: it contains {what}, {path}")
 
 
 def refuse_inside_run(folder: Path, what: str) -> None:
@@ -166,22 +162,23 @@ def refuse_inside_run(folder: Path, what: str) -> None:
         raise ValueError(f"{what} is inside a run, {outer}: choose another folder")
 
 
-def _holds_files(folder: Path) -> bool:
-    return any(path.name != _INNER_LOCK for path in folder.iterdir())
+def _holds_files(folder: Path, own: Collection[str] = (_INNER_LOCK,)) -> bool:
+    # a kill leaves temporary files
+    return any(path.name not in own and not path.name.startswith(".tmp-") for path in folder.iterdir())
 
 
-def _is_run(folder: Path) -> bool:
-    # versions before the manifest wrote checkpoints only
-    return has_manifest(folder) or bool(list_checkpoints(folder / "checkpoints"))
+def set_run_aside(folder: Path, hidden: Path | None = None) -> Path:
+    """Rename a run folder, with all that is in it, to a free name beside it: NAME.1, NAME.2, ...; returns the new path.
 
-
-def _of_others(folder: Path) -> Iterator[tuple[Path, str]]:
-    """Folders in that of a run that are dear and not its own, and what they are."""
-    for path, names, files in os.walk(folder):
-        yield from ((Path(path) / name, "another run") for name in names if _is_run(Path(path) / name))
-        for name, what in _INDEXES.items():
-            if name in files:
-                yield Path(path), what
+    Args:
+        folder: the run folder.
+        hidden: its present name, if it was moved before.
+    """
+    names = (folder.with_name(f"{folder.name}.{number}") for number in count(1))
+    # a sweep has a log beside each run; a name in use is that of a run which has no folder yet
+    aside = next(n for n in names if not (os.path.lexists(n) or os.path.lexists(f"{n}.log") or in_use(n)))
+    os.rename(hidden or folder, aside)
+    return aside
 
 
 class RunFolder:
@@ -216,7 +213,7 @@ class RunFolder:
 
         Args:
             config: content of `config.yaml`.
-            overwrite: whether to start with an empty folder; the present one is moved aside, and removed by `keep`.
+            overwrite: whether to start with an empty folder; the present one is moved, and gets its new name in `keep`.
             resume: checkpoint to resume; later checkpoints of the folder are moved aside.
 
         Returns:
@@ -231,7 +228,7 @@ class RunFolder:
         self._opened = True
         if overwrite and self.path.exists():
             try:
-                self._old = _moved(self.path, self.path, "overwritten")
+                self._old = _moved(self.path, "overwritten")
             except OSError as error:
                 if error.errno != errno.EBUSY:
                     raise
@@ -253,19 +250,21 @@ class RunFolder:
             self._aside = set_aside(checkpoints, shared_step(checkpoints, resume))
         return self._aside
 
-    def keep(self) -> None:
-        """Make the opening permanent: remove the run that was moved aside, and remnants of killed processes."""
+    def keep(self) -> list[Path]:
+        """Make the opening permanent, and remove remnants of new runs that made no step; returns the paths at which the
+        runs before are now, see `set_run_aside`."""
         if not self._opened:
-            return
+            return []
         self._opened, self._new, self._old, self._before, self._aside = False, False, None, {}, None
+        runs = []
         for old in _beside(self.path, "overwritten"):
-            # a partly removed run must not be put back
-            with suppress(OSError):
-                _moved(old, self.path, "removing")
+            try:
+                runs.append(set_run_aside(self.path, old))
+            except OSError as error:
+                warnings.warn(f"{old}, which was the run folder {self.path}, keeps this name: {error}", stacklevel=2)
         for doomed in _beside(self.path, "removing"):
             shutil.rmtree(doomed, ignore_errors=True)
-        for remnant in (*_beside(self.path, "overwritten"), *_beside(self.path, "removing")):
-            warnings.warn(f"{remnant}, which was the run folder {self.path}, could not be removed", stacklevel=2)
+        return runs
 
     def _undo(self) -> None:
         # errors become warnings, since the error that ends the run is more important
@@ -299,16 +298,16 @@ def _beside(folder: Path, why: str) -> list[Path]:
     return sorted(paths, key=lambda path: path.stat().st_ctime_ns)
 
 
-def _moved(path: Path, folder: Path, why: str) -> Path:
-    """Rename a path to a hidden name next to a run folder; returns the new path."""
+def _moved(folder: Path, why: str) -> Path:
+    """Rename a run folder to a hidden name next to it; returns the new path."""
     aside = folder.with_name(f".{folder.name}.{why}-{secrets.token_hex(4)}")
-    os.rename(path, aside)
+    os.rename(folder, aside)
     return aside
 
 
 def _replace(folder: Path, old: Path | None) -> None:
     """Remove a folder, which need not exist, and rename `old` to it; a kill never leaves a partial folder there."""
-    doomed = _moved(folder, folder, "removing") if folder.exists() else None
+    doomed = _moved(folder, "removing") if folder.exists() else None
     if old is not None:
         os.rename(old, folder)
     if doomed is not None:
@@ -322,6 +321,9 @@ def _put_back(folder: Path) -> None:
     # a folder with foreign files is refused later
     if not olds or own or (folder.exists() and not has_manifest(folder) and _holds_files(folder)):
         return
+    if folder.exists() and _holds_files(folder, _FIRST_FILES):
+        # what somebody put there since
+        set_run_aside(folder)
     _replace(folder, olds[-1])
     warnings.warn(
         f"run folder {folder}: put its old run back, which was to be overwritten by one that made no step",

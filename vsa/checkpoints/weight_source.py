@@ -267,7 +267,7 @@ class FileWeights(PretrainedWeights):
 
 def is_run(spec: str | Path) -> bool:
     """Whether `spec` is a run folder or a checkpoint folder."""
-    return (Path(spec) / "checkpoints").is_dir() or (Path(spec) / "state.json").is_file()
+    return (Path(spec) / "checkpoints").exists() or (Path(spec) / "state.json").is_file()
 
 
 def open_weights(spec: str | Path, group: Group | None = None) -> WeightSource:

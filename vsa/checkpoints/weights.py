@@ -58,6 +58,11 @@ class WeightSource(Mapping[str, Tensor], ABC):
         return self.files.folder
 
     @property
+    def places(self) -> list[Path]:
+        """Folders and files that were opened."""
+        return [self.folder, *(self.folder / name for name in self.files.names)]
+
+    @property
     def name(self) -> str:
         """Name for messages."""
         return str(self.folder)

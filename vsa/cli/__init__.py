@@ -5,17 +5,20 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import wraps
 from importlib import import_module
 from inspect import cleandoc
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import typer
 from typer.core import TyperGroup
 
 from vsa.errors import one_line_errors
+from vsa.places import place_of
 from vsa.secrets import print_exception
 from vsa.signals import end_at_once, handled_by
 from vsa.streams import LOADING, lost_output, make_steady
@@ -75,7 +78,7 @@ class LazyGroup(TyperGroup):
         module = import_module(module_name)
         single = typer.Typer(add_completion=False)
         settings = getattr(module, "CONTEXT_SETTINGS", None)
-        function = getattr(module, function_name)
+        function = _at_places(getattr(module, function_name))
         single.command(cmd_name, context_settings=settings, help=_in_paragraphs(function.__doc__ or ""))(function)
         command: Any = typer.main.get_command(single)
         work = command.callback
@@ -105,6 +108,17 @@ def vsa() -> None:
     vsa train experiment=quickstart
     vsa sample outputs/quickstart/default --prompt "a red circle moving left slowly"
     """
+
+
+def _at_places(function: Callable[..., None]) -> Callable[..., None]:
+    """A command whose paths are the values of `place_of`, which everything behind it takes."""
+
+    def placed(name: str, value: Any) -> Any:
+        if isinstance(value, list):
+            return [placed(name, each) for each in value]
+        return place_of(value, f"{name.replace('_', '-')} {value}") if isinstance(value, Path) else value
+
+    return wraps(function)(lambda **options: function(**{name: placed(name, value) for name, value in options.items()}))
 
 
 def _refuse_empty(words: Sequence[str]) -> None:

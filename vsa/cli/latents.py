@@ -16,7 +16,7 @@ SAMPLING, WORK = "Sampling", "Work"
 def latents(
     teacher: Annotated[str, Argument(help="run or checkpoint folder, or a Wan pipeline (folder, hub id)")],
     prompts: Annotated[Path, Argument(help='text file with one prompt per line, or .jsonl with {"prompt": "..."}')],
-    out: Annotated[str, Argument(help="output folder of shards")],
+    out: Annotated[Path, Argument(help="output folder of shards")],
     clips_per_prompt: Annotated[int, option("samples per prompt", whole=(1, MANY))] = 1,
     size: Annotated[tuple[int, int] | None, option("pixels (run's largest)", whole=(1, 8192), metavar="H W")] = None,
     frames: Annotated[int | None, option("frames of a clip (run's largest)", whole=(1, 100_000))] = None,

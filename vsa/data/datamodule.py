@@ -75,6 +75,11 @@ class LatentDataModule(PlanDataModule):
             return
         prepare_toy_shards(self.toy, Path(self.videos), Path(self._roots["main"]), self.codec, self.text_encoder)
 
+    @property
+    def places(self) -> list[Path]:
+        """Folders and files that are read."""
+        return [Path(place) for place in (*self._roots.values(), self.drop, self.videos) if place is not None]
+
     def open_store(self) -> SampleStore:
         """The shards of every source in the last phase, without the samples of the drop list."""
         return self._store_at(ENDLESS, rank_zero_info)

@@ -47,6 +47,7 @@ class PretrainedVAE:
         tiled_decoding: bool = False,
     ) -> None:
         self._source, self._folder = source, vae_folder(source)
+        self.places = (self._folder,)
         config = read_config(self._folder, self.kind)
         for key in self.needed:
             if key not in config:

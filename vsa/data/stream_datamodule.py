@@ -7,6 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -70,6 +71,12 @@ class StreamDataModule(PlanDataModule):
             self._val = _Shards("data.val_urls", expand_urls("data.val_urls", self.val_urls))
         self._first_shard = 0
         self._marks: dict[int, int] = {}
+
+    @property
+    def places(self) -> list[Path]:
+        """Local folders and files that are read."""
+        typed = (self._train.folder, self._val and self._val.folder, self.drop)
+        return [Path(place) for place in typed if place is not None and "://" not in place]
 
     def setup(self, stage: str | None = None) -> None:
         """Reads the indexes and the validation set; further calls do nothing."""

@@ -162,6 +162,7 @@ class _TransformersEncoder:
         content = [self.id, "v1", config_digest(config), weights_digest(folder), words]
         self.hash = hashlib.sha256(" ".join(content).encode()).hexdigest()[:16]
         self._folder, self._tokenizer_folder, self._kind = folder, tokenizer_folder, kind
+        self.places = (folder, tokenizer_folder)
         self._dtype, self._device = dtype, device
         self._loaded: tuple[Any, Any] | None = None
 

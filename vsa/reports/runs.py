@@ -237,6 +237,9 @@ def find_runs(folders: Sequence[Path]) -> tuple[Path, list[Run], list[Missing]]:
         except ValueError as error:
             missing.append(Missing(name=SWEEP, status="unreadable", reason=_one_line(error)))
     for path in (path for path in paths if os.path.lexists(path / METRICS)):
+        if path not in points and path.suffix[1:].isdecimal() and path.with_suffix("") in points:
+            # of a point that was started over
+            continue
         try:
             _refuse_foreign(path)
             runs.append(_read_run(path, root, points.get(path)))

@@ -233,7 +233,7 @@ def latent_shape(codec: Codec, options: TeacherOptions) -> tuple[int, int, int, 
 def write_latents(
     teacher: Teacher,
     prompts: Sequence[str],
-    out: str,
+    out: str | Path,
     output: OutputOptions,
     *,
     clips_per_prompt: int = 1,

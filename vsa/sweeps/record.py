@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from vsa.checkpoints.run_checkpoint import list_checkpoints
-from vsa.checkpoints.run_folder import MANIFEST, check_folder, refuse_inside_run
+from vsa.checkpoints.run_folder import MANIFEST, locked, refuse_inside_run, set_run_aside
 from vsa.checkpoints.run_history import has_finished
-from vsa.files import read_json, remove_folder, write_whole
+from vsa.files import read_json, write_whole
 from vsa.sweeps.job_queue import Job
 from vsa.sweeps.points import Point
 
@@ -51,14 +53,16 @@ class SweepRecord:
         # the folder of the sweep may have been moved
         return _values(then) != _values(now)
 
-    def forget(self, point: Point) -> None:
-        """Remove the run of a point; ValueError if its folder is not a run of this project."""
-        run = self.folder / point.name
-        check_folder(run, overwrite=True)
-        if run.exists():
-            remove_folder(run)
-        self.folder.joinpath(f"{point.name}.log").unlink(missing_ok=True)
+    def forget(self, point: Point) -> Path | None:
+        """Set the run of a point aside, with its log; returns the new path of the run, None if there is none."""
+        run, aside = self.folder / point.name, None
+        with locked(run):
+            if run.exists():
+                aside = set_run_aside(run)
+                with suppress(FileNotFoundError):
+                    os.rename(f"{run}.log", f"{aside}.log")
         self._points.pop(point.name, None)
+        return aside
 
     def note(self, points: Mapping[Point, Job]) -> None:
         """Record the state of points."""

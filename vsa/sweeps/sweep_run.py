@@ -17,7 +17,7 @@ from hydra.plugins.launcher import Launcher
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from vsa.checkpoints.run_checkpoint import list_checkpoints
-from vsa.checkpoints.run_folder import locked
+from vsa.checkpoints.run_folder import check_folder, locked
 from vsa.checkpoints.run_history import has_finished
 from vsa.config import Sweep
 from vsa.evaluation.figures import final_loss
@@ -30,7 +30,7 @@ from vsa.sweeps.points import Point, at_learning_rates, at_seeds, learning_rates
 from vsa.sweeps.record import SweepRecord
 from vsa.sweeps.watch import SweepDisplay
 from vsa.training.launch import INPUT_ERRORS
-from vsa.training.train import check_run, refuse_own_inputs
+from vsa.training.train import check_run
 
 if TYPE_CHECKING:
     from vsa.sweeps.sweeper import PointSweeper
@@ -66,6 +66,8 @@ class SweepRun:
         self._settings, self._overwrite = settings, overwrite
         self._seeds = list(sweep.seeds) if sweep.seeds is not None else None
         every = self._seeds or [seed]
+        if twice := [one for one in every if every.count(one) > 1]:
+            raise ValueError(f"sweep.seeds={every}: two runs would write to one folder, {folder}/POINT-seed{twice[0]}")
         self._lr_seed = sweep.lr_seed if sweep.lr_seed is not None else max(every) + 1
         if sweep.lr is not None and self._lr_seed in every:
             raise ValueError(
@@ -74,6 +76,8 @@ class SweepRun:
         self._command = shlex.join(_program() + sys.argv[1:])
         self._record = SweepRecord(folder, sweep=str(sweep.name), command=self._command, settings=settings)
         self._jobs: dict[str, Job] = {}
+        # data modules by their settings
+        self._opened: dict[str, Any] = {}
 
     @contextmanager
     def watched(self) -> Iterator[SweepDisplay]:
@@ -128,12 +132,12 @@ class SweepRun:
 
     def _check(self, variants: Sequence[Point]) -> tuple[dict[str, float], list[tuple[Point, str]]]:
         """Learning rates of the valid variants by name, and the other variants with their errors."""
-        centres, refused, opened = {}, [], {}
+        centres, refused = {}, []
         for point in variants:
             rank_zero_info(f"checking {point.name}")
             try:
                 config = self._composed(point)
-                check_run(config, opened)
+                check_run(config, self._opened)
                 centres[point.name] = config.optim.lr
             except (ValueError, OSError, *INPUT_ERRORS) as error:
                 # Hydra appends its search path to the message
@@ -143,8 +147,8 @@ class SweepRun:
             raise ValueError(refused[0][1])
         return centres, refused
 
-    def _composed(self, point: Point) -> Any:
-        return self._sweeper.compose([*self._settings, *point.overrides, *self._place(point)])
+    def _composed(self, point: Point, *more: str) -> Any:
+        return self._sweeper.compose([*self._settings, *point.overrides, *self._place(point), *more])
 
     def _place(self, point: Point) -> list[str]:
         return [key_value("run", point.name), key_value("run_dir", self._folder / point.name)]
@@ -194,9 +198,11 @@ class SweepRun:
                 "give another sweep.name, or start these over with overwrite=true"
             )
         for point in changed:
-            refuse_own_inputs(self._composed(point))
+            check_folder(self._folder / point.name, overwrite=True)
+            check_run(self._composed(point, "overwrite=true"), self._opened)
         for point in changed:
-            self._record.forget(point)
+            if (aside := self._record.forget(point)) is not None:
+                rank_zero_info(f"the run that was in {self._folder / point.name} is in {aside} now")
 
     def _job(self, point: Point) -> Job:
         if self._record.finished(point):

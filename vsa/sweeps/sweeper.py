@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -16,7 +15,7 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from vsa.config import Sweep, build, check_settings, check_targets
-from vsa.places import check_name
+from vsa.places import check_name, place_of
 from vsa.sweeps.devices import slots_of
 from vsa.sweeps.points import Point, variants_of
 from vsa.sweeps.sweep_run import SweepRun
@@ -57,7 +56,7 @@ class PointSweeper(Sweeper):
         sweep = Sweep(**{"name": config.hydra.runtime.choices.sweep, **_plain(config.sweep)})
         check_name("sweep.name", str(sweep.name))
         settings, axes = self._split(arguments)
-        folder = Path(str(config.output_dir)) / str(config.name) / str(sweep.name)
+        folder = place_of(config.output_dir, "output_dir") / str(config.name) / str(sweep.name)
         where = self._cluster or slots_of(sweep, config.trainer)
         shared = [text for text in settings if sets_tiles_kept(text)]
         settings = [text for text in settings if text not in shared]
@@ -131,7 +130,7 @@ class QueueLauncher(Launcher):
             the last validation loss of every job, or its failure.
         """
         config, sweep = self._config, Sweep(name="search", control=False)
-        folder = Path(str(config.output_dir)) / str(config.name) / str(sweep.name)
+        folder = place_of(config.output_dir, "output_dir") / str(config.name) / str(sweep.name)
         overrides = map(self._sweeper.used, job_overrides)
         points = [Point(f"trial-{initial_job_idx + i}", own) for i, own in enumerate(overrides)]
         search = SweepRun(self._sweeper, sweep, folder, [], seed=config.seed, overwrite=config.overwrite)

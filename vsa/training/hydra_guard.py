@@ -7,7 +7,6 @@ checked.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,7 +27,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from vsa.config_files import choices, config_folder
 from vsa.files import YAML_LIMIT, check_yaml, read_text
-from vsa.places import PLACE, leaves, run_folder_of
+from vsa.places import PLACE, leaves, place_of, refuse_inputs, run_folder_of
 from vsa.secrets import masked
 
 TARGETS = {
@@ -194,8 +193,11 @@ class CheckedLoader(ConfigLoaderImpl):
         # unresolved, since a typed value may refer to another setting
         words: Any = OmegaConf.to_container(cfg.hydra.overrides.task, resolve=False)
         typed = {str(word).lstrip("+").partition("=")[0] for word in words}
-        if cfg.get("overwrite") and "overwrite" not in typed:
-            raise ValueError("overwrite=true stands in a file, expected it on the command line: it deletes a run")
+        if cfg.get("overwrite"):
+            if "overwrite" not in typed:
+                raise ValueError("overwrite=true stands in a file, expected it on the command line: it moves a run")
+            folders = [str(each.path).partition("file://")[2] for each in self.config_search_path.get_path()]
+            refuse_inputs(run_folder_of(cfg), map(Path, filter(None, folders)))
         return cfg
 
 
@@ -244,9 +246,9 @@ def open_hydra(config_path: str, config_dir: str | None = None) -> Hydra:
     """
     search_path = create_config_search_path(config_path)
     if config_dir is not None:
-        if not Path(config_dir).is_dir():
+        if not (place := place_of(config_dir, f"--config-dir={config_dir}")).is_dir():
             raise SearchPathException(f"--config-dir={config_dir}: no such folder")
-        folder, schema = f"file://{os.path.abspath(config_dir)}", SearchPathQuery(provider="schema")
+        folder, schema = f"file://{place.absolute()}", SearchPathQuery(provider="schema")
         search_path.prepend(provider="command-line", path=folder, anchor=schema)
     return Hydra(task_name="train", config_loader=CheckedLoader(search_path))
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from importlib import import_module
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,12 @@ from hydra.core.plugins import Plugins
 from hydra.core.utils import run_job
 from hydra.errors import HydraException
 from hydra.types import HydraContext, RunMode, TaskFunction
-from omegaconf import DictConfig, open_dict
+from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from vsa.config_files import config_folder
 from vsa.errors import one_line_errors
+from vsa.places import run_folder_of
 from vsa.training.hydra_guard import open_hydra, refuse_secrets
 from vsa.training.sparsity_overrides import SparsityOverrides
 
@@ -109,18 +111,29 @@ def _run_several(hydra: Hydra, cfg: DictConfig, task: TaskFunction) -> None:
     """Run the jobs of `-m`. Hydra's own sweeper would make files before the first job is checked."""
     # what is to be printed needs no torch
     from vsa.checkpoints.run_folder import refuse_inside_run
+    from vsa.training.train import is_requeued, resumed_checkpoint
 
     refuse_secrets(cfg)
     refuse_inside_run(Path(cfg.hydra.sweep.dir), f"the folder of a sweep, {cfg.hydra.sweep.dir},")
     loader: Any = hydra.config_loader
     parts: Any = {"config": cfg, "hydra_context": HydraContext(loader, Callbacks()), "task_function": task}
-    words = list(cfg.hydra.overrides.task)
+    # a value such as ${seed} is that of each job
+    node: Any = OmegaConf.to_container(cfg.hydra, resolve=False)
+    words = node["overrides"]["task"]
     if not cfg.hydra.sweeper._target_.endswith(".BasicSweeper"):
         Plugins.instance().instantiate_sweeper(**parts).sweep(arguments=words)
         return
-    words = [*(f"{key}={value}" for key, value in (cfg.hydra.sweeper.get("params") or {}).items()), *words]
+    words = [*(f"{key}={value}" for key, value in (node["sweeper"].get("params") or {}).items()), *words]
     (jobs,) = BasicSweeper.split_arguments(OverridesParser.create(config_loader=loader).parse_overrides(words), None)
     configs = [loader.load_sweep_config(cfg, job) for job in jobs]
+    # no job trains to its end before another one is refused; the queue names its jobs itself
+    queue = cfg.hydra.launcher._target_.endswith(".QueueLauncher")
+    writing = [] if queue or task is not run else [config for config in configs if not config.dry_run]
+    folders = sorted(run_folder_of(config).resolve() for config in writing)
+    if shared := [one for one, other in pairwise(folders) if other.is_relative_to(one)]:
+        raise ValueError(f"two of {len(configs)} jobs would write to {shared[0]}: name each, such as 'run=s${{seed}}'")
+    for config in (config for config in writing if config.ckpt_path is None and not is_requeued()):
+        resumed_checkpoint(config, run_folder_of(config), verify=False)
     if not cfg.hydra.launcher._target_.endswith(".BasicLauncher"):
         for outcome in Plugins.instance().instantiate_launcher(**parts).launch(jobs, initial_job_idx=0):
             _ = outcome.return_value

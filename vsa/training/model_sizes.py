@@ -12,6 +12,7 @@ from vsa.checkpoints.weight_source import open_weights
 from vsa.data.index import USUAL_FPS
 from vsa.data.sample_store import stored_index
 from vsa.integrations.diffusers.families import FAMILIES
+from vsa.places import refuse_inputs
 
 
 def fill_model(cfg: DictConfig) -> None:
@@ -33,6 +34,7 @@ def fill_model(cfg: DictConfig) -> None:
         raise ValueError("model=from_checkpoint takes the sizes of a model from init_from, got init_from=null")
     else:
         weights = open_weights(node.sizes_from)
+        refuse_inputs(Path(str(cfg.run_dir)), weights.places if cfg.get("overwrite") else ())
         if node._target_ == DIFFUSERS:
             sizes = diffusers_settings(weights.config)
         elif (sizes := weights.run_config.get("model")) is None:

@@ -59,7 +59,7 @@ def resumed_checkpoint(cfg: DictConfig, run_dir: Path, *, verify: bool) -> Check
             rank_zero_info("the run keeps the split of an earlier version: data.val_least=0")
         rank_zero_info(f"resuming from {checkpoint.path}")
         return checkpoint
-    if list_checkpoints(run_dir / "checkpoints") and not overwrites(cfg):
+    if ((run_dir / "checkpoints").is_file() or list_checkpoints(run_dir / "checkpoints")) and not overwrites(cfg):
         raise ValueError(
             f"run folder {run_dir} already holds checkpoints: resume with ckpt_path=last, "
             "name another run with run=NAME, or start over with overwrite=true"

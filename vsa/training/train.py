@@ -21,12 +21,12 @@ from omegaconf import DictConfig, OmegaConf
 from vsa.checkpoints.run_checkpoint import Checkpoint, list_checkpoints
 from vsa.checkpoints.run_folder import RunFolder, locked, refuse_inside_run
 from vsa.checkpoints.wan_config import transformer_config
-from vsa.config import TABLES, build, build_task, check_settings, check_targets, in_run_folder, model_factory, resolved
+from vsa.config import build, build_task, check_settings, check_targets, in_run_folder, model_factory, resolved
 from vsa.data.parallel_dims import ParallelDims
 from vsa.data.sample_store import follow_codec
 from vsa.errors import told_together
 from vsa.models.init import without_memory
-from vsa.places import leaves, run_folder_of
+from vsa.places import place_of, refuse_inputs, run_folder_of
 from vsa.training.budgets import (
     MEASURED_STEPS,
     WARM_UP_STEPS,
@@ -82,16 +82,16 @@ def train(cfg: DictConfig, typed: SparsityOverrides = NOTHING) -> None:
     Raises:
         ValueError: an invalid setting, named with its value.
     """
-    start_times = StartTimes()
+    start_times, cfg, run_dir = StartTimes(), cfg.copy(), run_folder_of(cfg)
+    # what the callbacks write to is what is checked and locked
+    cfg.run_dir = str(run_dir)
     _check_values(cfg)
-    run_dir = run_folder_of(cfg)
     if cfg.dry_run:
         _dry_run(cfg)
         return
     # the lock is taken before a checkpoint to resume is read, and held until the last file is written
     with locked(run_dir) if _is_first_process(cfg) else nullcontext(), RunFolder(run_dir) as folder:
-        cfg = cfg.copy()
-        if cfg.ckpt_path is None and _is_requeued() and list_checkpoints(run_dir / "checkpoints"):
+        if cfg.ckpt_path is None and is_requeued() and list_checkpoints(run_dir / "checkpoints"):
             # the queue restarts a job with its original command
             cfg.ckpt_path = "last"
         _train(cfg, run_dir, folder, typed, start_times)
@@ -123,26 +123,18 @@ def _dry_run(cfg: DictConfig) -> None:
         raise ValueError(refusal)
 
 
-def _is_requeued() -> bool:
+def is_requeued() -> bool:
+    """Whether a SLURM queue has started this job again, with its first command."""
     return os.environ.get("SLURM_RESTART_COUNT", "0") not in ("", "0")
 
 
-def refuse_own_inputs(cfg: DictConfig) -> None:
-    """Raise ValueError if a setting of a run names what lies in its folder, which is to be removed."""
-    run_dir = run_folder_of(cfg)
-    settings: Any = OmegaConf.to_container(cfg, resolve=True)
-    for name, node in settings.items():
-        # what is written there
-        if name in ("output_dir", "run_dir", "trainer", *TABLES):
-            continue
-        for path, value in leaves(node, (str(name),)):
-            # a list of shards may be a URL with braces
-            place = Path(value.removeprefix("file://").partition("{")[0] if isinstance(value, str) else "")
-            inside = place.absolute().is_relative_to(run_dir.absolute()) or (
-                os.path.lexists(place) and place.resolve().is_relative_to(run_dir.resolve())
-            )
-            if place.name and inside:
-                raise ValueError(f"overwrite=true cannot remove {run_dir}: the run is to read {'.'.join(path)}={value}")
+def _refuse_own_inputs(cfg: DictConfig, module: Any, datamodule: Any) -> None:
+    """Raise ValueError if what a run reads lies in its folder, which is to be set aside; `places` of an object are the
+    files and folders that it has opened or will open."""
+    with without_memory():
+        parts = [*vars(module).values(), *model_factory(cfg)().attention_layers, datamodule]
+    parts += [datamodule.codec, datamodule.text_encoder]
+    refuse_inputs(Path(cfg.run_dir), (place for part in parts for place in getattr(part, "places", ())))
 
 
 def check_run(cfg: DictConfig, opened: dict[str, Any]) -> DictConfig:
@@ -203,6 +195,8 @@ def _task(
             module.check_start(model_factory(cfg)(), datamodule, size)
 
     told_together(lambda: _check_model(cfg, datamodule, typed), lambda: module.check_weights(datamodule), check_data)
+    if overwrites(cfg):
+        _refuse_own_inputs(cfg, module, datamodule)
     return module
 
 
@@ -214,12 +208,11 @@ def _check_values(cfg: DictConfig) -> None:
     check_settings(cfg)
     # toy clips are written there if they are missing
     for key in {"root", "videos"} & set(cfg.data) if "toy" in cfg.data else ():
-        refuse_inside_run(Path(str(cfg.data[key])), f"data.{key}={cfg.data[key]}")
+        name = f"data.{key}={cfg.data[key]}"
+        refuse_inside_run(place_of(cfg.data[key], name), name)
     videos = cfg.data.get("videos")
     if videos is not None and "toy" not in cfg.data and cfg.ckpt_path is None and not Path(str(videos)).is_dir():
         raise ValueError(f"data.videos={videos}: no such folder, expected the one that the shards were made from")
-    if overwrites(cfg):
-        refuse_own_inputs(cfg)
     _check_precision(cfg.trainer.precision)
     _check_accelerator(cfg.trainer.accelerator)
 

@@ -12,6 +12,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -112,6 +113,7 @@ class SpargeAttention(AttentionMethod):
         self.share = sparge_top_p(tau)
         self.allow_training, self.backend = allow_training, backend
         self.path = tuned if isinstance(tuned, str | None) else "tuned"
+        self.places = (Path(tuned),) if isinstance(tuned, str) else ()
         self.file: Tuned | None = None
         if tuned is not None:
             assert self.path is not None

@@ -25,7 +25,7 @@ class OpenRunFolder(L.Callback):
     Args:
         folder: the run folder.
         config: content of its `config.yaml`.
-        overwrite: whether the folder is emptied first.
+        overwrite: whether the run in the folder is set aside first.
         loggers: loggers of the run; they create their files here, so that their errors appear at the start.
     """
 
@@ -64,4 +64,5 @@ class OpenRunFolder(L.Callback):
         self, trainer: L.Trainer, pl_module: DiffusionModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if trainer.global_step > self._first:
-            self._folder.keep()
+            for aside in self._folder.keep():
+                rank_zero_info(f"the run that was in {self._folder.path} is in {aside} now")

@@ -61,6 +61,11 @@ class Teacher:
         assert self._start is not None
         return self._start
 
+    @property
+    def places(self) -> list[Path]:
+        """See `WeightSource.places`."""
+        return self.start.places
+
     def planned(self) -> Network:
         """Its network on the meta device."""
         with without_memory():
