@@ -554,8 +554,8 @@ def check_captions(folder: Path) -> None:
 def check_keys(folder: Path) -> None:
     text = PAGE.read_text(encoding="utf-8").partition("| **keys and columns** |")[2].partition("\n")[0]
     names, captions = (re.findall(r"`(\w+)`", part) for part in text.partition("captions under")[::2])
-    assert len(names) == 7
-    assert len(captions) == 4
+    assert len(names) == 8
+    assert len(captions) == 6
     videos = pictures(folder / "v", "a.png")
     for name in names:
         for caption in captions:

@@ -14,7 +14,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,9 @@ MOST_INDEX_BYTES = 1 << 32
 """Most bytes of an index, that of some 20 million samples."""
 USUAL_FPS = 8.0
 """Frames per second of toy clips, and what clips are shown at whose data set does not say it."""
+
+Versions = Callable[[str], str | None]
+"""Function from the source of samples to its version now, see `About`; None: not known."""
 
 # ids have no dots: the name of a shard member is split at its first dot into id and field
 _ID = re.compile(r"[A-Za-z0-9_-]{1,128}")
@@ -109,6 +112,7 @@ class About:
     Args:
         moments: means and standard deviations of its latents by channel, float32 `[2, C]` in base64.
         source: name of the file from which it was cut; None: not known.
+        version: digest of the size and both ends of that file; None: not known.
         fields: further fields of that file in the caption file.
         fps: frames per second.
         start: number of its first frame in that file.
@@ -121,6 +125,7 @@ class About:
     fps: float = USUAL_FPS
     start: int = 0
     resampled: bool = False
+    version: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,6 +188,14 @@ class DatasetIndex:
         shards = {name: shard for name, shard in self.shards.items() if name in used_shards | {self.null_text.shard}}
         return replace(self, samples=samples, shards=shards)
 
+    def replaced(self, versions: Versions | None) -> list[tuple[str, str, str]]:
+        """(source, stored version, version now) of files that are not those of the samples any more."""
+        made = {(sample.about.source or "", sample.about.version) for sample in self.samples.values()}
+        now = {name: versions(name) for name, old in made if old and versions}
+        return [
+            (name, old, new) for name, old in sorted(made, key=str) if old and (new := now.get(name)) and new != old
+        ]
+
     def to_json(self) -> str:
         """The text of `index.json`, digest first; per-shard sample lists, so that it stays readable and small."""
         records: dict[str, dict[str, Any]] = {name: asdict(shard) for name, shard in self.shards.items()}
@@ -193,7 +206,7 @@ class DatasetIndex:
             record.setdefault("latents", []).append([sample.id, latent.offset, latent.size, latent.sha256])
             about = sample.about
             details = {"source": about.source, "fields": dict(about.fields), "moments": about.moments}
-            details |= {"start": about.start, "resampled": about.resampled}
+            details |= {"start": about.start, "resampled": about.resampled, "version": about.version}
             details["fps"] = about.fps if about.fps != USUAL_FPS else None
             record.setdefault("about", []).append({name: value for name, value in details.items() if value})
             row = [sample.id, text.offset, text.size, text.sha256, sample.captions]
@@ -333,7 +346,7 @@ def _parse(content: dict[str, Any]) -> DatasetIndex:
 
 
 def _about(sample: str, content: dict[str, Any]) -> About:
-    others = {"source", "fields", "fps", "start", "resampled"}
+    others = {"source", "fields", "fps", "start", "resampled", "version"}
     if content.keys() - others != {"moments"}:
         raise ValueError(f"about {sample}: expected moments and any of {sorted(others)}, got {sorted(content)}")
     return About(
@@ -343,6 +356,7 @@ def _about(sample: str, content: dict[str, Any]) -> About:
         fps=reals(f"{sample}.fps", [content.get("fps", USUAL_FPS)], positive=True)[0],
         start=whole(f"{sample}.start", content.get("start", 0), 0, _MOST_BYTES),
         resampled=content.get("resampled") is True,
+        version=digest(f"{sample}.version", content["version"]) if "version" in content else None,
     )
 
 
