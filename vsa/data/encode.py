@@ -359,9 +359,7 @@ class _Encoding:
                     with self._encoders:
                         path = self.files[self.plan.clips[i].file]
                         if self._versions.setdefault(path, version := file_version(path)) != version:
-                            raise ValueError(
-                                f"video {path} was replaced while it was encoded: start over with --overwrite"
-                            )
+                            raise ValueError(f"video {path} was replaced meanwhile: start over with --overwrite")
                         writer.add(self._ids[i], latents, self._captions(i)[0], info, version=version, **images)
         return PartContent(skipped=skipped, notes=notes)
 

@@ -11,6 +11,7 @@ from vsa.data.codecs import Codec
 from vsa.data.image_encoder import ImageEncoder
 from vsa.data.index import INDEX_NAME, CodecInfo, DatasetIndex, ImageInfo, TextInfo
 from vsa.data.media_folder import version_now
+from vsa.data.revisions import replaced
 from vsa.data.text import TextEncoder
 
 
@@ -64,9 +65,9 @@ def new_files(files: Sequence[Path], folder: Path, grown: DatasetIndex | None) -
     """The files of a folder that a data set lacks, by their names in the folder; ValueError without any."""
     if grown is None:
         return files
-    if replaced := grown.replaced(partial(version_now, folder)):
+    if changed := replaced(grown, partial(version_now, folder)):
         raise ValueError(
-            f"{folder / replaced[0][0]} is not the file of that name in the data set: give it another name, put the "
+            f"{folder / changed[0][0]} is not the file of that name in the data set: give it another name, put the "
             "earlier one back, or encode all of them again with --overwrite"
         )
     known = {sample.about.source for sample in grown.samples.values()}

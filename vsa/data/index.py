@@ -14,7 +14,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -32,9 +32,6 @@ MOST_INDEX_BYTES = 1 << 32
 """Most bytes of an index, that of some 20 million samples."""
 USUAL_FPS = 8.0
 """Frames per second of toy clips, and what clips are shown at whose data set does not say it."""
-
-Versions = Callable[[str], str | None]
-"""Function from the source of samples to its version now, see `About`; None: not known."""
 
 # ids have no dots: the name of a shard member is split at its first dot into id and field
 _ID = re.compile(r"[A-Za-z0-9_-]{1,128}")
@@ -187,14 +184,6 @@ class DatasetIndex:
         used_shards = {span.shard for sample in samples.values() for span in (sample.latent, sample.text)}
         shards = {name: shard for name, shard in self.shards.items() if name in used_shards | {self.null_text.shard}}
         return replace(self, samples=samples, shards=shards)
-
-    def replaced(self, versions: Versions | None) -> list[tuple[str, str, str]]:
-        """(source, stored version, version now) of files that are not those of the samples any more."""
-        made = {(sample.about.source or "", sample.about.version) for sample in self.samples.values()}
-        now = {name: versions(name) for name, old in made if old and versions}
-        return [
-            (name, old, new) for name, old in sorted(made, key=str) if old and (new := now.get(name)) and new != old
-        ]
 
     def to_json(self) -> str:
         """The text of `index.json`, digest first; per-shard sample lists, so that it stays readable and small."""

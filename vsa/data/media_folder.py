@@ -124,9 +124,7 @@ def _search(folder: Path, found: MediaFolder) -> list[Path]:
             found.ignored.append((name, f"it leads to {real}, which is searched already or holds what is"))
             continue
         found.links |= {} if top == folder else {name: real}
-        for at, folders, files in os.walk(
-            top, onerror=lambda error: found.ignored.append((error.filename, str(error)))
-        ):
+        for at, folders, files in os.walk(top, onerror=lambda e: found.ignored.append((e.filename, str(e)))):
             here, place = Path(at), real / Path(at).relative_to(top)
             found.folders.add(place)
             out = {entry for entry in (*folders, *files) if _LEFT_OUT.fullmatch(entry)}

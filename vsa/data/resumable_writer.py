@@ -21,10 +21,10 @@ from pathlib import Path
 from threading import Event
 from typing import Any, Literal
 
-from vsa.data.index import INDEX_NAME, DatasetIndex, Span, Versions, index_text
+from vsa.data.index import INDEX_NAME, DatasetIndex, Span, index_text
 from vsa.data.index_statistics import pooled_statistics
 from vsa.data.own_files import listed_shards, remove_dataset, shard_files
-from vsa.data.revisions import earlier_index, index_digest
+from vsa.data.revisions import Versions, earlier_index, index_digest, replaced
 from vsa.errors import refuse_unwritable
 from vsa.files import read_json, write_whole
 from vsa.progress import progress_bar
@@ -284,10 +284,10 @@ def _make_room(root: Path, differing: Sequence[tuple[str, Any, Any]], *, overwri
 def _differing(root: Path, settings: Mapping[str, Any], versions: Versions | None) -> list[tuple[str, Any, Any]]:
     """Name, old and new value of the settings, and before them of the files, in which existing parts differ."""
     settings = json.loads(json.dumps(settings))
-    indexes = sorted((root / _PARTS).glob(f"*/{INDEX_NAME}")) if versions else []
-    replaced = [change for path in indexes for change in DatasetIndex.load(path).replaced(versions)]
+    indexes = sorted((root / _PARTS).glob(f"*/{INDEX_NAME}"))
+    changed = [change for path in indexes if versions for change in replaced(DatasetIndex.load(path), versions)]
     records = [read_json(path, kind=_RECORD) for path in sorted((root / _PARTS).glob(f"*/{_DONE}"))]
-    return [(f"{name} of digest", old[:12], now[:12]) for name, old, now in replaced] + [
+    return [(f"{name} of digest", old[:12], now[:12]) for name, old, now in changed] + [
         (name, part["settings"].get(name), settings.get(name))
         for part in records
         for name in sorted({*settings, *part["settings"]})
