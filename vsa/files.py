@@ -14,6 +14,7 @@ import secrets
 import shlex
 import shutil
 import stat
+from collections import Counter
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from itertools import count
@@ -309,8 +310,8 @@ def _integer(digits: str) -> int:
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     value = dict(pairs)
     if len(value) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"has the key {shown(next(name for name in names if names.count(name) > 1))} twice")
+        (name, _), *_ = Counter(name for name, _ in pairs).most_common(1)
+        raise ValueError(f"has the key {shown(name)} twice")
     return value
 
 

@@ -101,6 +101,13 @@ def test_encodes_with_a_wan_pipeline(tmp_path: Path, capsys: pytest.CaptureFixtu
         vsa_command("encode", str(tmp_path / "v"), str(tmp_path / "t"), "--vae", str(tmp_path / "nowhere"))
 
 
+def test_a_wrong_text_encoder_is_told_with_what_exists(tmp_path: Path) -> None:
+    with pytest.raises(
+        ValueError, match=r"^--text clip: expected sentence, ngrams, or a Wan pipeline: no such model folder"
+    ):
+        vsa_command("encode", str(tmp_path), str(tmp_path / "s"), "--text", "clip")
+
+
 def test_processes_share_the_gpus_by_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class StopError(Exception):
         pass

@@ -159,6 +159,32 @@ def test_problems_are_told_before_a_model_is_loaded(sees_one: str, tmp_path: Pat
     assert not out.exists()
 
 
+def test_a_hub_id_is_asked_for_once_and_before_films_are_searched(sees_one: str, tmp_path: Path, monkeypatch) -> None:
+    folder, asked = videos(tmp_path / "v"), list[str]()
+
+    def offline(name: str, **options) -> str:
+        asked.append(name)
+        raise OSError("no network")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", offline)
+    monkeypatch.setattr("vsa.data.encode.find_shots", None)
+    for options in ({}, {"clips_per_film": 1, "shots": "none", "frames": 4}):
+        with pytest.raises(
+            ValueError, match=r"^--captioner me/model is neither a local folder nor a hub id that can be"
+        ):
+            encode_folder(folder, tmp_path / "s", captioner="me/model", **options)
+    assert asked == ["me/model"] * 2
+    # the libraries are given the folder of the files
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **options: sees_one)
+    given = list[str]()
+    real = transformers.AutoProcessor.from_pretrained
+    monkeypatch.setattr(
+        transformers.AutoProcessor, "from_pretrained", lambda name: given.append(str(name)) or real(name)
+    )
+    assert Captioner("me/model").source == "me/model"
+    assert given == [sees_one]
+
+
 def test_a_model_that_says_nothing_and_a_foreign_line(sees_one: str, tmp_path: Path, monkeypatch) -> None:
     folder, out = videos(tmp_path / "v"), tmp_path / "s"
     monkeypatch.setattr(Captioner, "__call__", lambda self, clip: "")

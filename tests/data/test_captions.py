@@ -14,8 +14,10 @@ from PIL import Image
 from tests.data.encoding import encode_folder
 from vsa.data.captions import Captions, read_captions
 from vsa.data.captions_page import write_captions_page
+from vsa.data.check import check_dataset
 from vsa.data.codecs import HaarCodec
 from vsa.data.media_folder import media_files
+from vsa.data.shards import LatentReader
 from vsa.data.text import HashedNgramEncoder
 from vsa.data.toy_videos import render_clip
 from vsa.data.video_files import write_video
@@ -95,6 +97,29 @@ LAYOUTS = {
         "train/b.mp4": "",
         "metadata.json": json.dumps([{"image": "train/a.jpg", "prompt": DOG}, {"video": "train/b.mp4", "prompt": CAT}]),
     },
+    # scripts/dataset_preparation: videos in a folder of their own
+    "FastVideo": {
+        "videos/a.mp4": "",
+        "videos/b.mp4": "",
+        "videos2caption.json": json.dumps([{"path": "a.mp4", "cap": [DOG]}, {"path": "b.mp4", "cap": [CAT]}]),
+    },
+    # docs/datasets/video_dataset: a folder for each split
+    "datasets, video folder": {
+        "test/a.mp4": "",
+        "train/a.mp4": "",
+        "test/metadata.jsonl": lines({"file_name": "a.mp4", "text": DOG}),
+        "train/metadata.jsonl": lines({"file_name": "a.mp4", "text": CAT}),
+    },
+    "SimpleTuner, table": {
+        "a.mp4": "",
+        "b.mp4": "",
+        "captions.csv": f'filename,caption\na.mp4,"a dog, ""Rex"", runs"\nb.mp4,"{CAT}"\n',
+    },
+    "long_prompt": {
+        "a.mp4": "",
+        "b.mp4": "",
+        "metadata.json": json.dumps({"a.mp4": {"long_prompt": DOG}, "b.mp4": {"long_prompt": CAT}}),
+    },
     "json beside": {"a.mp4": "", "b.mp4": "", "a.json": json.dumps({"caption": DOG}), "b.json": json.dumps([CAT])},
 }
 
@@ -139,6 +164,97 @@ def test_a_trigger_leads_every_caption_once(tmp_path: Path) -> None:
     assert captions.fields == {root / "a.mp4": {"trigger": "sks"}}
 
 
+VOID = ["nan", "NaN", "None", "null", "NULL", "N/A", "<NA>", "#N/A", "", "  ", "\u200b"]
+
+
+@pytest.mark.parametrize("void", [*VOID, None, float("nan")])
+def test_cells_without_a_caption_are_missing_and_counted(void: object, tmp_path: Path) -> None:
+    files: dict[str, str | bytes] = {"a.mp4": "", "b.mp4": "", "c.mp4": "", "b.txt": "beside", "captions.jsonl": ""}
+    root = folder_of(tmp_path, files)
+    entries = [{"video": "a.mp4", "caption": void}, {"video": "b.mp4", "captions": [void, void]}]
+    entries.append({"video": "c.mp4", "captions": [void, "none of them moves"], "film": "x"})
+    (root / "captions.jsonl").write_text(lines(*entries))
+    captions, found = read(root)
+    assert found == {"b.mp4": ["beside"], "c.mp4": ["none of them moves"]}
+    assert captions.unusable == []
+    assert captions.uncaptioned == [root / "a.mp4"]
+    said = re.search(
+        r"^video .*a\.mp4 has no caption( but '.*')?: expected one in .*captions\.jsonl and ",
+        captions.missing[root / "a.mp4"],
+    )
+    word = void.strip() if isinstance(void, str) and void != "\u200b" else ""
+    assert said
+    assert said[1] == (f" but {word!r}" if word else None)
+    assert f"cells and texts that are no caption: 4 {word or 'empty'}" in list(captions.lines())
+    # in a table, a short row too; another column may have it
+    (root / "captions.jsonl").unlink()
+    (root / "captions.csv").write_text(
+        f"video,caption,prompt\na.mp4,{'' if void is None else void},a dog\nb.mp4\nc.mp4,x,y\n"
+    )
+    captions, found = read(root)
+    assert found == {"a.mp4": ["a dog"], "b.mp4": ["beside"], "c.mp4": ["x"]}
+
+
+def test_texts_beside_without_a_caption_are_missing(tmp_path: Path) -> None:
+    captions, found = read(folder_of(tmp_path, {"a.mp4": "", "a.txt": "nan\n", "b.mp4": "", "b.txt": "nan bread"}))
+    assert found == {"b.mp4": ["nan bread"]}
+    assert "has no caption but 'nan'" in captions.missing[tmp_path / "a.mp4"]
+
+
+def test_what_is_worth_telling_of_captions(tmp_path: Path) -> None:
+    rows = "video,caption\na.mp4,a dog\nb.mp4,a dog\na.mp4,a cat\n"
+    captions, _ = read(folder_of(tmp_path, {"a.mp4": "", "b.mp4": "", "c.mp4": "", "captions.csv": rows}))
+    assert list(captions.lines()) == [
+        "without a caption: 1 files, first c.mp4",
+        "with several entries, each of which gives captions: 1 files, first a.mp4",
+        "the same text for several files: 1, first 'a dog'",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        ("captions.parquet", b"PAR1", r"captions\.parquet \(tables end in \.jsonl, \.json, \.csv or \.txt\)"),
+        (
+            "metadata.jsonl",
+            '{"file_name": "a.mp4", "label": 3}',
+            r"metadata\.jsonl \(it begins with none of captions, caption, ",
+        ),
+        ("prompts.txt", "one", r"prompts\.txt \(prompts\.txt and videos\.txt belong together\)"),
+        ("videos.txt", "a.mp4", r"videos\.txt \(prompts\.txt and videos\.txt belong together\)"),
+        ("words.csv", "video,caption\na.mp4,x\n", r"words\.csv \(--captions names it\)"),
+        ("dataset.toml", "[general]", r"dataset\.toml \(tables end in \.jsonl, \.json, \.csv or \.txt\)"),
+    ],
+)
+def test_a_file_that_is_not_understood_is_named(name: str, content: str | bytes, reason: str, tmp_path: Path) -> None:
+    root = folder_of(tmp_path, {"a.mp4": "", "b.mp4": "", "b.json": "3", "README.txt": "", name: content})
+    captions = read_captions(root, None, [root / "a.mp4", root / "b.mp4"])
+    assert re.search(
+        rf"has no caption: expected one in .*a\.txt; not read: \S*{reason}",
+        captions.missing[root / "a.mp4"],
+    )
+    assert "b.json" not in captions.missing[root / "a.mp4"]
+    if name == "captions.parquet":
+        with pytest.raises(ValueError, match=r"captions\.parquet must end in \.jsonl, \.json, \.csv or \.txt$"):
+            read_captions(root, root / name, [])
+
+
+def test_costs_are_linear_and_limits_are_stated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = folder_of(tmp_path, {"a.mp4": "", "a.txt": "word " * 20_000, "b.mp4": "", "b.txt": "word " * 20_001})
+    captions, found = read(root)
+    assert len(found["a.mp4"][0]) == 99_999
+    assert captions.missing == {
+        root / "b.mp4": f"a caption of video {root / 'b.mp4'} has 100,004 characters, expected at most 100,000"
+    }
+    assert not captions.uncaptioned
+    # a name that cannot be one of a file is looked for a bounded number of times
+    asked: list[str] = []
+    monkeypatch.setattr("os.path.isfile", lambda path: asked.append(str(path)) or False)
+    (root / "captions.jsonl").write_text(lines({"video": "/x" * 50_000, "caption": "x"}))
+    assert len(read_captions(root, None, []).unusable) == 1
+    assert len(asked) < 2000
+
+
 @pytest.mark.parametrize(
     ("files", "message"),
     [
@@ -161,6 +277,24 @@ def test_what_cannot_be_used_is_one_line(files: dict[str, str], message: str, tm
         problems = [str(error)]
     assert re.search(message, problems[-1]), problems
     assert "\n" not in problems[-1]
+
+
+def test_all_captions_of_a_clip_are_read_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_video(tmp_path / "v" / "a.mp4", render_clip(0, 0, size=(8, 32, 32))[0])
+    (tmp_path / "v" / "a.txt").write_text("\n\n".join(f"caption {i}" for i in range(40)))
+    encode_folder(tmp_path / "v", tmp_path / "s")
+    reads: list[str] = []
+    real = LatentReader._payload
+    monkeypatch.setattr(LatentReader, "_payload", lambda self, key, span: reads.append(key) or real(self, key, span))
+    write_captions_page(tmp_path / "s", HaarCodec())
+    check_dataset(tmp_path / "s")
+    # the null text twice, the texts twice, the latents twice and once for image inputs
+    assert len(reads) < 10
+    reader = LatentReader(tmp_path / "s")
+    assert [text for text, _ in reader.texts("a")] == [f"caption {i}" for i in range(40)]
+    for number, (text, states) in enumerate(reader.texts("a")):
+        assert reader.text("a", number)[0] == text
+        assert reader.text("a", number)[1].equal(states)
 
 
 def test_the_page_has_every_caption_beside_its_clip(tmp_path: Path) -> None:

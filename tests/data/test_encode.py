@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +14,7 @@ from PIL import Image
 
 from tests.data.encoding import encode_folder
 from tests.data.spoilt import write_spoilt
+from tests.forged_samples import abouts, edit_index
 from vsa.data.buckets import Bucket
 from vsa.data.codecs import HaarCodec, WanVAE
 from vsa.data.encode import UnusableFiles, sample_ids
@@ -251,11 +254,76 @@ def test_a_single_problem_names_the_way_out(tmp_path: Path) -> None:
     (tmp_path / "v" / "b.mp4").write_bytes(content)
     with pytest.raises(UnusableFiles, match=r"^cannot decode video .*b\.mp4.*; --skip-bad leaves it out$"):
         encode(tmp_path / "v", tmp_path / "out", samples_per_shard=1)
-    # what was finished before is kept, and not looked at again
+    # what was finished before is kept, unless its file has been replaced
+    content = (tmp_path / "v" / "a.mp4").read_bytes()
     (tmp_path / "v" / "a.mp4").write_bytes(b"gone bad")
+    with pytest.raises(ValueError, match=r"out was started with a\.mp4 of digest \w{12}, got \w{12}: .* --overwrite$"):
+        encode(tmp_path / "v", tmp_path / "out", samples_per_shard=1, skip_bad=True)
+    (tmp_path / "v" / "a.mp4").write_bytes(content)
     report = encode(tmp_path / "v", tmp_path / "out", samples_per_shard=1, skip_bad=True)
     assert [name for name, _ in report.skipped] == ["b.mp4"]
     assert list(LatentReader(tmp_path / "out").index.samples) == ["a", "c"]
+
+
+def replace_one(path: Path, number: int) -> None:
+    write_video(path, render_clip(1, number, size=(9, 32, 48))[0], fps=8)
+
+
+def test_a_replaced_file_is_not_mixed_in(videos: Path, tmp_path: Path) -> None:
+    out, options = tmp_path / "out", {"samples_per_shard": 1}
+    encode(videos, out, **options, rank=0, world_size=2)
+    # what no part holds yet may change, and a copy with another date is the same
+    replace_one(videos / "b.mp4", 7)
+    os.utime(videos / "a.mp4", (1, 1))
+    encode(videos, out, **options, rank=1, world_size=2)
+    first = (videos / "a.mp4").read_bytes()
+    replace_one(videos / "a.mp4", 8)
+    for call in ({}, {"rank": 1, "world_size": 2}):
+        with pytest.raises(
+            ValueError, match=r"out was started with a\.mp4 of digest \w{12}, got \w{12}: .* --overwrite$"
+        ):
+            encode(videos, out, **options, **call)
+    # a set that was started before versions were kept goes on
+    other = tmp_path / "other"
+    shutil.copytree(out, other)
+    for index in other.glob("parts/*/index.json"):
+        edit_index(index.parent, lambda content: [about.pop("version", None) for about in abouts(content)])
+    assert encode(videos, other, **options).samples == 4
+    assert all(sample.about.version is None for sample in LatentReader(other).index.samples.values())
+    encode(videos, out, **options, overwrite=True)
+    video, _ = read_video(videos / "a.mp4")
+    assert torch.equal(LatentReader(out).latent("a"), CODEC.encode(video[:8]).half().float())
+    with pytest.raises(ValueError, match="nothing to add"):
+        encode(videos, out, add=True)
+    (videos / "a.mp4").write_bytes(first)
+    with pytest.raises(
+        ValueError, match=r"videos/a\.mp4 is not the file of that name in the data set: give it another"
+    ):
+        encode(videos, out, add=True)
+
+
+def test_shards_may_not_lie_where_links_lead(videos: Path, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (videos / "link").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ValueError, match=r"must not contain each other"):
+        encode(videos, tmp_path / "elsewhere" / "shards")
+
+
+def test_a_trigger_that_nobody_sees_is_refused(videos: Path, tmp_path: Path) -> None:
+    for trigger in ("\n", " ", "\u200b"):
+        with pytest.raises(ValueError, match=r"^--trigger .* has no visible character$"):
+            encode(videos, tmp_path / "out", trigger=trigger)
+
+
+def test_leaving_all_out_is_no_way_out(videos: Path, tmp_path: Path) -> None:
+    for path in (videos / "captions.jsonl", videos / "still.txt", videos / "deep" / "a b.txt"):
+        path.unlink()
+    with pytest.raises(
+        UnusableFiles, match=r"^none of the 4 videos in .* can be encoded, --skip-bad would leave out all; "
+    ):
+        encode(videos, tmp_path / "out")
+    with pytest.raises(UnusableFiles, match=r"^none of the 4 videos in .* can be encoded; first: "):
+        encode(videos, tmp_path / "out", skip_bad=True)
 
 
 def test_shards_and_videos_lie_apart(videos: Path, tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ from vsa.data.buckets import Bucket
 from vsa.data.captions import read_captions
 from vsa.data.clip_rules import ClipRules
 from vsa.data.codecs import HaarCodec
+from vsa.data.media_folder import media_files
 from vsa.data.prompts import read_prompts
 from vsa.data.sample_store import ShardStore
 from vsa.data.shards import LatentReader
@@ -450,6 +451,45 @@ def check_extensions(folder: Path) -> None:
         encode(only)
 
 
+@row("folders")
+def check_folders(folder: Path) -> None:
+    """In more forms in test_media_folder."""
+    row = PAGE.read_text(encoding="utf-8").partition("| **folders** |")[2].partition("\n")[0]
+    for name in re.findall(r"`([^`]+)`", row):
+        path = folder / "v" / name
+        # a folder, with a picture in it
+        path = path if path.suffix or name == "a.mp4~" else path / "b.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    found = media_files(pictures(folder / "v", "a.png"))
+    assert found.files == [folder / "v" / "a.png"]
+    assert len(found.left_out) == len(re.findall(r"`([^`]+)`", row))
+
+
+@row("links")
+def check_links(folder: Path) -> None:
+    """In more forms in test_media_folder."""
+    pictures(folder / "other", "a.png")
+    videos = pictures(folder / "v", "b.png")
+    (videos / "films").symlink_to(folder / "other")
+    (videos / "b.txt").symlink_to(folder / "other" / "a.png")
+    assert media_files(videos).files == [videos / "b.png", videos / "films" / "a.png"]
+    assert "leads out of" in read_captions(videos, None, [videos / "b.png"]).missing[videos / "b.png"]
+
+
+@row("no caption")
+def check_no_caption(folder: Path) -> None:
+    row = PAGE.read_text(encoding="utf-8").partition("| **no caption** |")[2].partition("\n")[0]
+    words = re.findall(r"`([^`]+)`", row)
+    assert len(words) == 7
+    videos = pictures(folder / "v", "a.png")
+    for word in (*words, ""):
+        (videos / "captions.csv").write_text(f"video,caption\na.png,{word.upper()}\n")
+        assert captions_in(videos) == {}
+    (videos / "captions.csv").write_text("video,caption\na.png,nana\n")
+    assert captions_in(videos) == {"a.png": ["nana"]}
+
+
 @row("names")
 def check_names(folder: Path) -> None:
     nfc, nfd = (unicodedata.normalize(form, "caf\u00e9") for form in ("NFC", "NFD"))
@@ -554,8 +594,8 @@ def check_captions(folder: Path) -> None:
 def check_keys(folder: Path) -> None:
     text = PAGE.read_text(encoding="utf-8").partition("| **keys and columns** |")[2].partition("\n")[0]
     names, captions = (re.findall(r"`(\w+)`", part) for part in text.partition("captions under")[::2])
-    assert len(names) == 7
-    assert len(captions) == 4
+    assert len(names) == 8
+    assert len(captions) == 6
     videos = pictures(folder / "v", "a.png")
     for name in names:
         for caption in captions:

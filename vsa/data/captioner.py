@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vsa.data.pretrained import refuse_missing, refuse_unknown
+from vsa.data.pretrained import model_files, refuse_missing, refuse_unknown
 from vsa.data.prompts import tidy
 from vsa.files import CSV_LIMIT, parse_json, read_text, write_whole
 from vsa.progress import progress_bar
@@ -42,10 +42,13 @@ class Captioner:
         self.source, self._device = source, device
         dtype = torch.bfloat16 if device.startswith("cuda") else torch.float32
         try:
-            self._processor: Any = AutoProcessor.from_pretrained(source)
+            # the libraries would ask the hub for each file, five times when it does not answer
+            folder = captioner_files(source, "*.json", "*.txt", "*.model", "*.jinja", "*.safetensors")
+            folder = folder if any(folder.glob("*.safetensors")) else captioner_files(source, "*.bin")
+            self._processor: Any = AutoProcessor.from_pretrained(folder)
             if not hasattr(self._processor, "image_processor"):
                 raise ValueError("it has no processor of images and text")
-            loaded: Any = AutoModelForImageTextToText.from_pretrained(source, dtype=dtype, output_loading_info=True)
+            loaded: Any = AutoModelForImageTextToText.from_pretrained(folder, dtype=dtype, output_loading_info=True)
             model, info = loaded
             refuse_missing(info, Path(source))
         except (OSError, ValueError, KeyError, ImportError) as error:
@@ -77,10 +80,15 @@ def refuse_captioner(source: str) -> None:
     """Raise ValueError for a captioner whose name or package is wrong, before it is loaded."""
     if find_spec("transformers") is None:
         raise ValueError(f"--captioner {source} needs transformers: pip install 'vsa-train[text]'")
+    refuse_unknown(source, f"--captioner {source}: ")
+
+
+def captioner_files(source: str, *patterns: str) -> Path:
+    """The folder of a captioner, to which files of a hub id are downloaded; ValueError if it cannot be reached."""
     try:
-        refuse_unknown(source)
+        return model_files(source, *patterns)
     except ValueError as error:
-        raise ValueError(f"--captioner {source}: {error}; a hub id is OWNER/NAME") from None
+        raise ValueError(f"--captioner {error}") from None
 
 
 def caption_clips(

@@ -35,7 +35,7 @@ def write_captions_page(folder: Path, codec: Codec, *, device: str = "cpu") -> P
     """
     reader = LatentReader(folder)
     listed = _spread(list(reader.index.samples.values()), _LISTED)
-    texts = {sample.id: [reader.text(sample.id, k) for k in range(sample.captions)] for sample in listed}
+    texts = {sample.id: [(text, len(states)) for text, states in reader.texts(sample.id)] for sample in listed}
     encoder, samples = reader.index.text_encoder, reader.index.samples.values()
     facts = {
         "Clips": f"{len(samples):,}",
@@ -61,9 +61,7 @@ def write_captions_page(folder: Path, codec: Codec, *, device: str = "cpu") -> P
         headings = [("clip", f"{len(rows)} of {len(samples):,}")]
         page.clips("Clips", note, Clips(first="caption", headings=headings, rows=rows, left_out=0))
     files = {sample.id: sample.about.source or "" for sample in listed}
-    entries = [
-        (name, files[name], caption, f"{len(states)}") for name, found in texts.items() for caption, states in found
-    ]
+    entries = [(name, files[name], caption, f"{tokens}") for name, found in texts.items() for caption, tokens in found]
     note = (
         f"{len(listed):,} of {len(samples):,} clips. Tokens are those that the encoder keeps; {encoder.max_tokens} "
         "of them may be the start of a longer caption."

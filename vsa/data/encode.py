@@ -11,14 +11,14 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import cached_property
+from functools import cache, cached_property, partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from vsa.data.captioner import MADE, caption_clips
+from vsa.data.captioner import MADE, caption_clips, captioner_files
 from vsa.data.captions import led_by, read_captions
 from vsa.data.clip_plan import ClipPlan, PlannedClip, find_shots, plan_films
 from vsa.data.clip_rules import patch_of
@@ -29,7 +29,7 @@ from vsa.data.encode_notes import describe_notes, notes_of, rebuilt_note
 from vsa.data.encode_options import EncodeOptions
 from vsa.data.growth import new_files, set_to_grow
 from vsa.data.index import DatasetIndex
-from vsa.data.media_folder import media_files, sample_ids
+from vsa.data.media_folder import file_version, media_files, sample_ids, version_now
 from vsa.data.pretrained_vae import PretrainedVAE
 from vsa.data.prompts import tidy
 from vsa.data.reconstruction import describe_reconstruction
@@ -96,6 +96,10 @@ def encode_folder(
     limits = {"seconds": options.decode_seconds, "memory_gib": options.decode_memory}
     with DecoderPool(options.workers, **limits) as decoders:
         encoding = _Encoding(folder, options, codec, text_encoder, decoders, grown)
+        for place in encoding.media.links.values():
+            refuse_overlap(place, out)
+        if options.captioner and encoding.captions.uncaptioned and not (out / MADE).exists():
+            captioner_files(options.captioner, "config.json")
         if options.clips.films:
             encoding.find_films(out)
         elif options.captioner:
@@ -103,6 +107,7 @@ def encode_folder(
         if options.captioner:
             encoding.write_captions(out, options.captioner)
         share: dict[str, Any] = {"count": len(encoding.plan.clips), "settings": encoding.settings(), "output": output}
+        share["versions"] = cache(partial(version_now, folder))
         pending = [i for _, span in pending_parts(out, **share) for i in span]
         if not options.clips.films:
             encoding.check(pending)
@@ -163,6 +168,7 @@ class _Encoding:
         # captions of a captioner by sample id, and reasons by number of the clips for which it found none
         self._made: dict[str, str] = {}
         self._silent: dict[int, str] = {}
+        self._versions: dict[Path, str] = {}
         # reasons by number
         missing = self.captions.missing
         later = self.captions.uncaptioned if options.captioner else ()
@@ -268,6 +274,7 @@ class _Encoding:
         problems = [*self.captions.unusable, *self._left_out(), *silent]
         if len(self._bad) == len(self.files):
             whole = f"none of the {len(self.files)} videos in {self._folder} can be encoded"
+            whole += "" if self._options.skip_bad else ", --skip-bad would leave out all"
             raise UnusableFiles(problems, f"{whole}; first: {problems[0][1]}")
         if problems and not self._options.skip_bad:
             raise unusable(problems, self._folder)
@@ -284,14 +291,8 @@ class _Encoding:
         good = [i for i in range(len(self.files)) if i not in self._bad]
         if known := len(self.media.files) - len(self.files):
             yield f"in the data set already, by their names: {known} files"
-        if unread := self.media.describe_unread():
-            yield f"neither videos nor images, not read: {unread}"
-        if joined := self.captions.joined:
-            first = f"{len(joined)} text files, first {joined[0].name}"
-            yield f"lines joined to one caption: {first}; a blank line begins another caption"
-        if moved := self.captions.moved:
-            name, path = next(iter(moved.items()))
-            yield f"found by the end of their path: {len(moved)} names of the caption file, first {name} as {path}"
+        yield from self.media.lines()
+        yield from self.captions.lines()
         # clips of a film may share its captions
         said = {
             (clip.file, *self._captions(i)[0]) for i, clip in enumerate(self.plan.clips) if clip.file not in self._bad
@@ -356,7 +357,10 @@ class _Encoding:
             with ShardWriter(part, **encoders, **shards) as writer:
                 for i, latents, info, images in chain([first], encoded):
                     with self._encoders:
-                        writer.add(self._ids[i], latents, self._captions(i)[0], info, **images)
+                        path = self.files[self.plan.clips[i].file]
+                        if self._versions.setdefault(path, version := file_version(path)) != version:
+                            raise ValueError(f"video {path} was replaced meanwhile: start over with --overwrite")
+                        writer.add(self._ids[i], latents, self._captions(i)[0], info, version=version, **images)
         return PartContent(skipped=skipped, notes=notes)
 
     def _requests(self, span: range) -> list[tuple[Path, int | None, int | None]]:

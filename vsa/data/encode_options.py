@@ -9,6 +9,7 @@ from vsa.data.captioner import refuse_captioner
 from vsa.data.clip_rules import ClipRules
 from vsa.data.codecs import Codec, WanVAE
 from vsa.data.image_encoder import ImageEncoder
+from vsa.data.prompts import tidy
 from vsa.data.resumable_writer import OutputOptions
 
 
@@ -53,6 +54,8 @@ class EncodeOptions:
         self.clips.check(codec)
         if self.captioner:
             refuse_captioner(self.captioner)
+        if self.trigger and not tidy(self.trigger):
+            raise ValueError(f"--trigger {self.trigger!r} has no visible character")
         if self.workers < 1:
             raise ValueError(f"workers must be at least 1, got {self.workers}")
         if self.image_condition and not isinstance(codec, WanVAE):

@@ -10,6 +10,7 @@ from typing import Literal
 from vsa.attention.tiling import count_tiles
 from vsa.data.clip_rules import patch_of
 from vsa.data.codecs import Codec, DctCodec, HaarCodec, vae_kind
+from vsa.data.pretrained import refuse_unknown
 from vsa.data.text import HashedNgramEncoder, SentenceEncoder, TextEncoder, UMT5Encoder, sentence_folder
 from vsa.settings import key_value
 
@@ -63,6 +64,7 @@ class EncoderChoice:
             return HashedNgramEncoder(self.text_dim or 64, self.max_tokens or _TOKENS[text])
         if text == "sentence":
             return SentenceEncoder(max_tokens=self.max_tokens or _TOKENS[text], device=device)
+        refuse_unknown(text, f"--text {text}: expected sentence, ngrams, or a Wan pipeline: " if self.text else "")
         return UMT5Encoder(text, max_tokens=self.max_tokens or _TOKENS["wan"], dtype=self.text_dtype, device=device)
 
     @property

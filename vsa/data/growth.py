@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from vsa.data.codecs import Codec
 from vsa.data.image_encoder import ImageEncoder
 from vsa.data.index import INDEX_NAME, CodecInfo, DatasetIndex, ImageInfo, TextInfo
+from vsa.data.media_folder import version_now
+from vsa.data.revisions import replaced
 from vsa.data.text import TextEncoder
 
 
@@ -62,6 +65,11 @@ def new_files(files: Sequence[Path], folder: Path, grown: DatasetIndex | None) -
     """The files of a folder that a data set lacks, by their names in the folder; ValueError without any."""
     if grown is None:
         return files
+    if changed := replaced(grown, partial(version_now, folder)):
+        raise ValueError(
+            f"{folder / changed[0][0]} is not the file of that name in the data set: give it another name, put the "
+            "earlier one back, or encode all of them again with --overwrite"
+        )
     known = {sample.about.source for sample in grown.samples.values()}
     new = [path for path in files if path.relative_to(folder).as_posix() not in known]
     if not new:

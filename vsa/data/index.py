@@ -109,6 +109,7 @@ class About:
     Args:
         moments: means and standard deviations of its latents by channel, float32 `[2, C]` in base64.
         source: name of the file from which it was cut; None: not known.
+        version: digest of the size and both ends of that file; None: not known.
         fields: further fields of that file in the caption file.
         fps: frames per second.
         start: number of its first frame in that file.
@@ -121,6 +122,7 @@ class About:
     fps: float = USUAL_FPS
     start: int = 0
     resampled: bool = False
+    version: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,7 +195,7 @@ class DatasetIndex:
             record.setdefault("latents", []).append([sample.id, latent.offset, latent.size, latent.sha256])
             about = sample.about
             details = {"source": about.source, "fields": dict(about.fields), "moments": about.moments}
-            details |= {"start": about.start, "resampled": about.resampled}
+            details |= {"start": about.start, "resampled": about.resampled, "version": about.version}
             details["fps"] = about.fps if about.fps != USUAL_FPS else None
             record.setdefault("about", []).append({name: value for name, value in details.items() if value})
             row = [sample.id, text.offset, text.size, text.sha256, sample.captions]
@@ -333,7 +335,7 @@ def _parse(content: dict[str, Any]) -> DatasetIndex:
 
 
 def _about(sample: str, content: dict[str, Any]) -> About:
-    others = {"source", "fields", "fps", "start", "resampled"}
+    others = {"source", "fields", "fps", "start", "resampled", "version"}
     if content.keys() - others != {"moments"}:
         raise ValueError(f"about {sample}: expected moments and any of {sorted(others)}, got {sorted(content)}")
     return About(
@@ -343,6 +345,7 @@ def _about(sample: str, content: dict[str, Any]) -> About:
         fps=reals(f"{sample}.fps", [content.get("fps", USUAL_FPS)], positive=True)[0],
         start=whole(f"{sample}.start", content.get("start", 0), 0, _MOST_BYTES),
         resampled=content.get("resampled") is True,
+        version=digest(f"{sample}.version", content["version"]) if "version" in content else None,
     )
 
 

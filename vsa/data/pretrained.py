@@ -22,10 +22,10 @@ _ENTRY = {"dtype": str, "shape": list[Count], "data_offsets": tuple[Count, Count
 _SAMPLED_BYTES = 4096
 
 
-def refuse_unknown(source: str | Path) -> None:
-    """Raise ValueError for a source that is neither a folder nor has the form of a hub id."""
+def refuse_unknown(source: str | Path, where: str = "") -> None:
+    """Raise ValueError, which begins with `where`, for what is neither a folder nor has the form of a hub id."""
     if not Path(source).is_dir() and not _HUB_ID.fullmatch(str(source)):
-        raise ValueError(f"no such model folder: {source}")
+        raise ValueError(f"{where}no such model folder: {source}; a hub id is OWNER/NAME")
 
 
 def component_folder(source: str | Path, name: str) -> Path:
@@ -35,7 +35,7 @@ def component_folder(source: str | Path, name: str) -> Path:
         source: a local pipeline folder or a hub id, of which only this component is downloaded.
         name: component: "vae", "text_encoder", "tokenizer", "transformer".
     """
-    folder = _local(source, f"{name}/*")
+    folder = model_files(source, f"{name}/*")
     if not (folder / name).is_dir():
         raise ValueError(f"model folder {source} has no {name}/")
     # the libraries that load it follow the names in an index anywhere
@@ -47,19 +47,19 @@ def component_folder(source: str | Path, name: str) -> Path:
 
 def pipeline_index(source: str | Path) -> dict[str, Any]:
     """The `model_index.json` of a diffusers pipeline, a local folder or a hub id; empty for a folder without it."""
-    file = _local(source, "model_index.json") / "model_index.json"
+    file = model_files(source, "model_index.json") / "model_index.json"
     return read_json(file, kind={"_class_name": str}) if file.is_file() else {}
 
 
-def _local(source: str | Path, pattern: str) -> Path:
-    """A local folder itself, or that of the files of a hub id with a pattern, which are downloaded."""
+def model_files(source: str | Path, *patterns: str) -> Path:
+    """A local folder itself, or that of the files of a hub id with patterns, which are downloaded."""
     if Path(source).is_dir():
         return Path(source)
     refuse_unknown(source)
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(str(source), allow_patterns=[pattern]))
+        return Path(snapshot_download(str(source), allow_patterns=[*patterns]))
     # the hub client has many kinds of errors, which all mean that the files cannot be loaded
     except Exception as error:
         reason = " ".join(str(error).split())[:200]

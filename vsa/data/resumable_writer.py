@@ -24,7 +24,7 @@ from typing import Any, Literal
 from vsa.data.index import INDEX_NAME, DatasetIndex, Span, index_text
 from vsa.data.index_statistics import pooled_statistics
 from vsa.data.own_files import listed_shards, remove_dataset, shard_files
-from vsa.data.revisions import earlier_index, index_digest
+from vsa.data.revisions import Versions, earlier_index, index_digest, replaced
 from vsa.errors import refuse_unwritable
 from vsa.files import read_json, write_whole
 from vsa.progress import progress_bar
@@ -133,14 +133,20 @@ def check_target(root: str | Path, *, overwrite: bool, add: bool = False) -> Non
 
 
 def pending_parts(
-    root: str | Path, *, count: int, settings: Mapping[str, Any], output: OutputOptions
+    root: str | Path,
+    *,
+    count: int,
+    settings: Mapping[str, Any],
+    output: OutputOptions,
+    versions: Versions | None = None,
 ) -> list[tuple[Path, range]]:
     """Folder and sample numbers of every part that this process has yet to write; arguments as in `write_parts`.
 
-    If one part has other settings, all parts are pending.
+    If one part has other settings, or is of a file that was replaced, all parts are pending.
     """
     mine = _all_parts(Path(root), count, output)[output.rank :: output.world_size]
-    anew = bool(_differing(Path(root), {**settings, "samples_per_shard": output.samples_per_shard}))
+    settings = {**settings, "samples_per_shard": output.samples_per_shard}
+    anew = bool(_differing(Path(root), settings, versions))
     return [(folder, span) for folder, span in mine if anew or not (folder / _DONE).is_file()]
 
 
@@ -154,6 +160,7 @@ def write_parts(
     title: str,
     frames: Sequence[int] | None = None,
     threads: int = 1,
+    versions: Versions | None = None,
 ) -> PartsReport:
     """Write the parts of this process that are not finished; `join_parts` joins them to a data set.
 
@@ -166,6 +173,7 @@ def write_parts(
         title: title of the progress bar.
         frames: frames of each sample, which the progress bar counts (None: it counts samples).
         threads: parts that are written at the same time.
+        versions: versions of the sources now; parts of another version are an error.
 
     Returns:
         Content of all finished parts, those of other processes included.
@@ -173,8 +181,8 @@ def write_parts(
     root = Path(root)
     check_target(root, overwrite=output.overwrite, add=output.add)
     parts, settings = _all_parts(root, count, output), {**settings, "samples_per_shard": output.samples_per_shard}
-    _make_room(root, settings, overwrite=output.overwrite)
-    pending = pending_parts(root, count=count, settings=settings, output=output)
+    _make_room(root, _differing(root, settings, versions), overwrite=output.overwrite)
+    pending = pending_parts(root, count=count, settings=settings, output=output, versions=versions)
     mine = parts[output.rank :: output.world_size]
     total, remaining = (
         sum(len(span) if frames is None else sum(frames[i] for i in span) for _, span in group)
@@ -259,9 +267,8 @@ def _all_parts(root: Path, count: int, output: OutputOptions) -> list[tuple[Path
     return [(root / _PARTS / f"{n:05d}", span) for n, span in enumerate(spans)]
 
 
-def _make_room(root: Path, settings: Mapping[str, Any], *, overwrite: bool) -> None:
+def _make_room(root: Path, differing: Sequence[tuple[str, Any, Any]], *, overwrite: bool) -> None:
     """Remove parts with other settings, or raise ValueError without `overwrite`."""
-    differing = _differing(root, settings)
     # an interruption has left them after they had been added
     added = any(name == "revision" and (old or 1) < (new or 1) for name, old, new in differing)
     if differing and not (overwrite or added):
@@ -274,11 +281,13 @@ def _make_room(root: Path, settings: Mapping[str, Any], *, overwrite: bool) -> N
         shutil.rmtree(root / _PARTS)
 
 
-def _differing(root: Path, settings: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
-    """Name, old and new value of the settings in which existing parts differ."""
+def _differing(root: Path, settings: Mapping[str, Any], versions: Versions | None) -> list[tuple[str, Any, Any]]:
+    """Name, old and new value of the settings, and before them of the files, in which existing parts differ."""
     settings = json.loads(json.dumps(settings))
+    indexes = sorted((root / _PARTS).glob(f"*/{INDEX_NAME}"))
+    changed = [change for path in indexes if versions for change in replaced(DatasetIndex.load(path), versions)]
     records = [read_json(path, kind=_RECORD) for path in sorted((root / _PARTS).glob(f"*/{_DONE}"))]
-    return [
+    return [(f"{name} of digest", old[:12], now[:12]) for name, old, now in changed] + [
         (name, part["settings"].get(name), settings.get(name))
         for part in records
         for name in sorted({*settings, *part["settings"]})

@@ -16,6 +16,16 @@ from vsa.settings import AtLeastOne, Count, shown
 Phases = Sequence[tuple[Count, AtLeastOne]]
 """First step and revision of every phase, the first at step 0."""
 
+Versions = Callable[[str], str | None]
+"""Function from the source of samples to its version now, see `vsa.data.index.About`; None: not known."""
+
+
+def replaced(index: DatasetIndex, versions: Versions) -> list[tuple[str, str, str]]:
+    """(source, stored version, version now) of files that are not those of the samples any more."""
+    made = {(sample.about.source or "", sample.about.version) for sample in index.samples.values()}
+    now = {name: versions(name) for name, old in made if old}
+    return [(name, old, new) for name, old in sorted(made, key=str) if old and (new := now.get(name)) and new != old]
+
 
 def earlier_index(revision: int) -> str:
     """Name of the index of a revision that is not the newest one."""

@@ -127,6 +127,7 @@ class ShardWriter:
         info: Mapping[str, Any],
         cond_latents: Tensor | None = None,
         image_embeds: Tensor | None = None,
+        version: str | None = None,
     ) -> None:
         """Store one sample.
 
@@ -139,6 +140,7 @@ class ShardWriter:
                 its "start" and whether it is "resampled"; see `About`.
             cond_latents: image condition `[Cc, t, h, w]` for the model; either all samples have one or none has.
             image_embeds: tokens `[I, D]` of the image encoder, with one.
+            version: version of the file, which the index alone stores; see `About`.
         """
         if not valid_id(sample_id) or len(sample_id) > _LONGEST_ID or sample_id == NULL_KEY:
             raise ValueError(f"sample id {sample_id!r} must be 1 to {_LONGEST_ID} letters, digits, '_' or '-'")
@@ -198,6 +200,7 @@ class ShardWriter:
             fps=info.get("fps", USUAL_FPS) if moving or "start" in info else USUAL_FPS,
             start=info.get("start", 0),
             resampled=info.get("resampled", False),
+            version=version,
         )
         self._samples[sample_id] = shape, len(captions), about
         self._write(f"latents-C{'x'.join(map(str, shape))}", sample_id, fields)

@@ -14,7 +14,7 @@ tokens and width.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +61,7 @@ class LatentReader:
         Raises:
             BadSampleError: its bytes are damaged.
         """
-        return self._text(NULL_KEY, self.index.null_text, 0)[1]
+        return next(self._texts(NULL_KEY, self.index.null_text, [0]))[1]
 
     def misshapen_shards(self) -> dict[str, str]:
         """Problem of each shard that is missing or has an unexpected size, by name."""
@@ -113,7 +113,12 @@ class LatentReader:
         entry = self._entry(sample_id)
         if not 0 <= caption < entry.captions:
             raise ValueError(f"caption of sample {sample_id} must be in 0..{entry.captions - 1}, got {caption}")
-        return self._text(sample_id, entry.text, caption)
+        return next(self._texts(sample_id, entry.text, [caption]))
+
+    def texts(self, sample_id: str) -> Iterator[tuple[str, Tensor]]:
+        """Every caption of a sample with its embedding, as in `text`; the member that holds them is read once."""
+        entry = self._entry(sample_id)
+        return self._texts(sample_id, entry.text, range(entry.captions))
 
     def damaged_shards(self) -> Iterator[Path]:
         """Read every shard of the expected size in full and yield those that differ from their digest."""
@@ -133,22 +138,24 @@ class LatentReader:
         except KeyError:
             raise ValueError(f"no sample {sample_id!r} in {self.root}") from None
 
-    def _text(self, key: str, span: Span, caption: int) -> tuple[str, Tensor]:
+    def _texts(self, key: str, span: Span, numbers: Iterable[int]) -> Iterator[tuple[str, Tensor]]:
         header, tensors = self._tensors(key, span)
         encoder = self.index.text_encoder
         if header.get("text_encoder_hash") != encoder.hash:
             actual = f"{_short(header.get('text_encoder_id'))} {_short(header.get('text_encoder_hash'))}"
             says = f"{encoder.id} {encoder.hash}"
             raise self._bad(key, span, "metadata", f"expected encoder {says}, got {actual}")
-        captions, embedding = header.get("captions"), tensors.get(str(caption))
-        if embedding is None or not isinstance(captions, list) or caption >= len(captions):
-            raise self._bad(key, span, "metadata", f"missing caption {caption}")
-        if not isinstance(captions[caption], str):
-            raise self._bad(key, span, "metadata", f"caption {caption}: expected text, got {_short(captions[caption])}")
-        if embedding.dim() != 2 or embedding.shape[1] != encoder.dim or len(embedding) > encoder.max_tokens:
-            says = f"at most {encoder.max_tokens} tokens of width {encoder.dim}"
-            raise self._bad(key, span, "shape", f"expected text of {says}, got shape {list(embedding.shape)}")
-        return captions[caption], self._numbers(key, span, "text", embedding)
+        for caption in numbers:
+            captions, embedding = header.get("captions"), tensors.get(str(caption))
+            if embedding is None or not isinstance(captions, list) or caption >= len(captions):
+                raise self._bad(key, span, "metadata", f"missing caption {caption}")
+            if not isinstance(captions[caption], str):
+                got = _short(captions[caption])
+                raise self._bad(key, span, "metadata", f"caption {caption}: expected text, got {got}")
+            if embedding.dim() != 2 or embedding.shape[1] != encoder.dim or len(embedding) > encoder.max_tokens:
+                says = f"at most {encoder.max_tokens} tokens of width {encoder.dim}"
+                raise self._bad(key, span, "shape", f"expected text of {says}, got shape {list(embedding.shape)}")
+            yield captions[caption], self._numbers(key, span, "text", embedding)
 
     def _numbers(self, key: str, span: Span, name: str, tensor: Tensor) -> Tensor:
         """The tensor as float32, checked for dtype and range."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 import json
 import threading
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 
 from vsa.data.decoder_process import DecoderProcess
+from vsa.data.media_folder import file_version
 from vsa.data.video_files import IMAGE_SUFFIXES, instants, slack
 from vsa.files import CSV_LIMIT, parse_json, read_text, writing
 from vsa.settings import AtLeastOne, Count, Positive
@@ -35,8 +35,6 @@ _DESCRIPTIONS = {
 }
 # a window of TransNetV2, and the pictures at both of its ends that are only context
 _WINDOW, _CONTEXT = 100, 25
-# ends of a file whose bytes tell whether it is the same film
-_COMPARED = 1 << 20
 _RECORD = {
     "film": str,
     "digest": str,
@@ -155,7 +153,7 @@ class ShotRecord:
 
     def get(self, name: str, path: Path) -> Film | None:
         """The film of a name, if its file is the one that was looked at."""
-        record = self._films.get(self._key(name, _digest(path), self._by))
+        record = self._films.get(self._key(name, file_version(path), self._by))
         if record is None:
             return None
         height, width = record["size"]
@@ -167,7 +165,7 @@ class ShotRecord:
         line = json.dumps(
             {
                 "film": name,
-                "digest": _digest(path),
+                "digest": file_version(path),
                 "shots_by": self._by,
                 "size": [film.height, film.width],
                 "rate": film.rate,
@@ -183,16 +181,6 @@ class ShotRecord:
     @staticmethod
     def _key(*parts: str) -> str:
         return "\t".join(parts)
-
-
-def _digest(path: Path) -> str:
-    """Digest of the size, the first and the last bytes of a file."""
-    size = path.stat().st_size
-    with open(path, "rb") as file:
-        digest = hashlib.sha256(f"{size} ".encode() + file.read(_COMPARED))
-        file.seek(max(0, size - _COMPARED))
-        digest.update(file.read(_COMPARED))
-    return digest.hexdigest()
 
 
 def _no_cuts(pictures: Iterable[np.ndarray]) -> list[Cut]:
