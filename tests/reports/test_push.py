@@ -25,6 +25,7 @@ from vsa.data.codecs import HaarCodec
 from vsa.data.shard_writer import ShardWriter
 from vsa.data.text import HashedNgramEncoder
 from vsa.reports.hub import files_in
+from vsa.reports.model_card import own_settings
 from vsa.sampling.clip_folder import samples_folder
 from vsa.sampling.pipeline import clip_seeds, load_run, sample_latents
 
@@ -230,6 +231,18 @@ def test_clips_of_a_pushed_model_are_not_put_into_it(tmp_path, monkeypatch):
     (checkpoint,) = (tmp_path / "weights" / "checkpoints").iterdir()
     assert samples_folder(checkpoint) == Path("samples")
     assert samples_folder(run) == run / "samples"
+
+
+def test_the_card_leaves_out_what_says_nothing():
+    node = {"_target_": "vsa.attention.video_sparse.VideoSparseAttention", "_partial_": True, "tile_thw": [4, 4, 4]}
+    idle = {"layer_idx": 0, "top_p": None, "deviations": None, "block_order": "nested", "score_thw": [2, 2, 2]}
+    assert dict(own_settings({**node, **idle})) == {"tile_thw": [4, 4, 4]}
+    # control: other values than those of the class
+    assert dict(own_settings({**node, "top_p": 0.9, "block_order": "raster"})).keys() == {
+        "tile_thw",
+        "top_p",
+        "block_order",
+    }
 
 
 def test_training_starts_from_a_pushed_run(training, tmp_path):

@@ -160,13 +160,13 @@ def _training(source: RunWeights, run: Run | None) -> Iterator[tuple[str, str]]:
 def _attention(source: RunWeights, run: Run | None) -> Iterator[tuple[str, str]]:
     node, sparse = source.run_config.get("attention") or {}, source.run_config.get("sparsity") or {}
     yield "method", _method(source)
-    yield from ((key, str(value)) for key, value in _own(node) if key != "backend")
+    yield from ((key, str(value)) for key, value in own_settings(node) if key != "backend")
     density = run.last("sparsity/density") if run else None
     yield "tiles that are computed", "" if density is None else f"{density:.1%} at the end"
-    yield "sparsity", ", ".join([shown(sparse.get("_target_", "")), *(f"{k}={v}" for k, v in _own(sparse))])
+    yield "sparsity", ", ".join([shown(sparse.get("_target_", "")), *(f"{k}={v}" for k, v in own_settings(sparse))])
 
 
-def _own(node: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def own_settings(node: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Settings that say something: the size of the tiles, and what differs from the default of the class."""
     usual = class_defaults({f"node.{key}": value for key, value in node.items()})
     for key, value in node.items():
