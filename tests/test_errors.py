@@ -85,3 +85,12 @@ def test_folders_that_cannot_be_written_are_named(tmp_path, monkeypatch):
     monkeypatch.setattr("os.access", lambda path, mode: False)
     with pytest.raises(ValueError, match="cannot write to"):
         refuse_unwritable(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["s3://bucket/shards", "hf://me/m", "https://huggingface.co/me/m", "C:/models/m"])
+def test_an_address_does_not_become_a_folder(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="is an address, expected a folder of this machine"):
+        refuse_unwritable(Path(name))
+    # control: a name with a colon, and folders that are not there yet
+    refuse_unwritable(Path("clips-12:30/new"))

@@ -1,11 +1,13 @@
-"""Work in several threads, of which the first error ends all."""
+"""Work in several threads, of which the first error ends all, and in a thread that is waited for only so long."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor, as_completed
-from threading import Event
-from typing import Any
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from threading import Event, Thread
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 def each_in_threads(work: Callable[[Any, Event], None], items: Iterable[Any], threads: int) -> None:
@@ -24,3 +26,20 @@ def each_in_threads(work: Callable[[Any, Event], None], items: Iterable[Any], th
             stopping.set()
             pool.shutdown(wait=False, cancel_futures=True)
             raise
+
+
+def within(seconds: float, work: Callable[[], T]) -> T:
+    """The result of `work`; TimeoutError after a time in seconds, when its thread is left alone.
+
+    It ends with the process: a client without a time limit can wait for its server for ever.
+    """
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+
+    Thread(target=run, daemon=True).start()
+    return future.result(seconds)

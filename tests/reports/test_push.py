@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
+import json
 import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,15 +14,19 @@ import torch
 import yaml
 
 from tests.commands import run_command
+from tests.reports.fake_hub import TOKEN, FakeHub, Fault, fake_hub, sha
 from tests.reports.fake_runs import write_run as write_fake_run
 from tests.tiny_runs import make_config, vsa_command
 from tests.tiny_runs import write_run as write_tiny_run
-from vsa.checkpoints.published import weights_to_publish
+from vsa.checkpoints.published import RECORD, weights_to_publish
 from vsa.checkpoints.run_checkpoint import resolve_checkpoint
 from vsa.cli.push import push as push_command
 from vsa.data.codecs import HaarCodec
 from vsa.data.shard_writer import ShardWriter
 from vsa.data.text import HashedNgramEncoder
+from vsa.reports.hub import files_in
+from vsa.reports.model_card import own_settings
+from vsa.sampling.clip_folder import samples_folder
 from vsa.sampling.pipeline import clip_seeds, load_run, sample_latents
 
 pytestmark = pytest.mark.filterwarnings("ignore:tiles .* full:UserWarning")
@@ -62,7 +66,7 @@ def test_a_pushed_run_is_sampled_and_described(absolute, tmp_path, capsys, monke
     push(run, tmp_path / "repo", "--license", "apache-2.0")
     assert capsys.readouterr().out.startswith(f"{run}/checkpoints/step-00000007 (ema weights) in {tmp_path}/repo, with")
     names = {path.name for path in (tmp_path / "repo").iterdir()}
-    assert names == {"README.md", "card"} | (
+    assert names == {"README.md", "card", RECORD} | (
         {"checkpoints", "run.json"}
         if absolute
         else {
@@ -111,7 +115,7 @@ def test_the_data_are_counted_and_stay(tmp_path):
         for i in range(5):
             info = {"source": f"film{i // 2}.mp4", "clip_size": [16, 64, 64], "fps": 4.0}
             writer.add(f"clip{i}", torch.randn(16, 4, 8, 8 + 2 * (i == 4)), ["a private caption"], info)
-    run = make_run(tmp_path / "run", data={"root": str(tmp_path / "shards"), "val_fraction": 0.25})
+    run = make_run(tmp_path / "run", data={"root": str(tmp_path / "shards"), "val_fraction": 0.01, "val_least": 2})
     push(run, tmp_path / "repo")
     text = (tmp_path / "repo" / "README.md").read_text()
     for line in (
@@ -119,7 +123,8 @@ def test_the_data_are_counted_and_stay(tmp_path):
         "| films | 3 |",
         "| length | about 20 s |",
         "| frames x height x width | 16 x 64 x 64 (4), 16 x 64 x 80 (1) |",
-        "| held out | 25% |",
+        # by their hash none of five, so that `val_least` decides
+        "| held out | 2 of 5 clips (40%) |",
         "| codec | haar-4x8x8-c16 |",
     ):
         assert line in text
@@ -129,86 +134,115 @@ def test_the_data_are_counted_and_stay(tmp_path):
     assert "not counted: the data set" in (tmp_path / "again" / "README.md").read_text()
 
 
-class Hub:
-    """Repositories in a folder, with the calls of `HfApi` that are used."""
-
-    def __init__(self, folder: Path):
-        self.folder, self.calls, self.fails = folder, [], False
-
-    def create_repo(self, repo: str, *, private: bool | None, exist_ok: bool) -> None:
-        self.calls.append(("create", repo, private))
-        (self.folder / repo).mkdir(parents=True, exist_ok=exist_ok)
-
-    def list_repo_files(self, repo: str) -> list[str]:
-        root = self.folder / repo
-        return [str(path.relative_to(root)) for path in root.rglob("*") if path.is_file()]
-
-    def create_commit(self, repo: str, operations: list[Any], *, commit_message: str) -> Any:
-        if self.fails:
-            raise OSError("413 Too Large\n\nRequest ID: 1, sent by hf_this_is_secret")
-        self.calls.append(("commit", repo, len(operations)))
-        for operation in operations:
-            path = self.folder / repo / operation.path_in_repo
-            if hasattr(operation, "path_or_fileobj"):
-                path.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(operation.path_or_fileobj, path)
-            else:
-                path.unlink()
-        return SimpleNamespace(commit_url=f"https://hub/{repo}/commit/1")
-
-    def snapshot_download(self, repo: str, allow_patterns: list[str]) -> str:
-        """A cache as the hub's client makes it: links to files with other names."""
-        from huggingface_hub.utils import filter_repo_objects
-
-        cache = self.folder.parent / "cache" / repo.replace("/", "--")
-        shutil.rmtree(cache, ignore_errors=True)
-        for i, name in enumerate(filter_repo_objects(self.list_repo_files(repo), allow_patterns=allow_patterns)):
-            link = cache / "snapshots" / "abc" / name
-            link.parent.mkdir(parents=True, exist_ok=True)
-            (cache / "blobs").mkdir(exist_ok=True)
-            shutil.copyfile(self.folder / repo / name, cache / "blobs" / str(i))
-            link.symlink_to(os.path.relpath(cache / "blobs" / str(i), link.parent))
-        return str(cache / "snapshots" / "abc")
-
-
 @pytest.fixture
-def hub(tmp_path, monkeypatch):
-    """A hub in a folder; the working folder is an empty one."""
-    hub = Hub(tmp_path / "hub")
-    monkeypatch.setattr("huggingface_hub.HfApi", lambda: hub)
-    monkeypatch.setattr("huggingface_hub.snapshot_download", hub.snapshot_download)
+def hub(tmp_path, monkeypatch) -> Iterator[FakeHub]:
+    """A hub on this machine; the working folder is an empty one."""
+    pytest.importorskip("huggingface_hub", reason="huggingface_hub is not installed: pip install huggingface_hub")
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
-    return hub
+    with fake_hub(monkeypatch, tmp_path / "cache") as hub:
+        yield hub
 
 
-def test_a_hub_gets_one_commit_and_gives_the_model_back(hub, tmp_path, capsys, command_line, monkeypatch):
+def test_a_hub_gets_one_commit_and_gives_the_model_back(hub, tmp_path, capsys, command_line):
     run = make_run(tmp_path / "run", absolute=True)
     push(run, "me/first", "--private", "--dry-run")
-    assert hub.calls == []
+    assert hub.requests == []
     assert "  card/clip-1.gif\n" in (text := capsys.readouterr().out)
     assert 'vsa sample me/first --prompt "' in text
     push(run, "me/first", "--private")
-    assert [call[0] for call in hub.calls] == ["create", "commit"]
-    assert hub.calls[0] == ("create", "me/first", True)
-    assert capsys.readouterr().out.endswith("published: https://hub/me/first/commit/1\n")
+    assert hub.repositories["me/first"].private
+    assert len(hub.repositories["me/first"].commits) == 2
+    assert capsys.readouterr().out.endswith(f"published: {hub.endpoint}/me/first/commit/{sha(1)}\n")
     assert torch.equal(latents_of("me/first"), latents_of(run))
     vsa_command("sample", "me/first", "--prompt", "x", "--device", "cpu", "--steps", "1")
     assert (tmp_path / "here" / "samples" / "000-x.gif").is_file()
     # another model in its place: what the first push wrote is gone, other files stay
-    (hub.folder / "me/first/LICENSE").write_text("mine")
-    push(make_run(tmp_path / "other"), "me/first")
-    files = hub.list_repo_files("me/first")
+    hub.files("me/first")["LICENSE"] = b"mine"
+    push(make_run(tmp_path / "other"), "me/first", "--private")
+    files = hub.files("me/first")
     assert {"LICENSE", "config.json", "sparse_attention.json"} < set(files)
     assert not any(name.startswith(("checkpoints", "run.json")) for name in files)
-    assert latents_of("me/first").shape == (2, 16, 4, 8, 8)
     # an upload that fails publishes nothing, and tells no token
-    before, hub.fails = sorted(files), True
-    monkeypatch.setenv("HF_TOKEN", "hf_this_is_secret")
-    status, _, err = command_line("push", str(run), "me/first", "--license", "mit")
-    reason = "OSError 413 Too Large Request ID: 1, sent by <secret>"
-    assert (status, err) == (1, f"error: cannot push to me/first, nothing was published: {reason}\n")
-    assert sorted(hub.list_repo_files("me/first")) == before
+    hub.faults["/commit/"] = Fault(413, headers={"X-Error-Message": f"Too Large, sent by {TOKEN}"})
+    status, _, err = command_line("push", str(run), "me/first", "--license", "mit", "--private")
+    assert status == 1
+    assert err.splitlines()[-1].startswith("error: cannot push to me/first, nothing was published: HTTP status 413: ")
+    assert TOKEN not in err
+    assert hub.files("me/first") == files
+
+
+def test_a_folder_of_an_earlier_push_is_brought_up_to_date(tmp_path, command_line, capsys):
+    run, place = make_run(tmp_path / "run", absolute=True), tmp_path / "repo"
+    push(run, place)
+    (place / "LICENSE").write_text("mine")
+    before = files_in(place)
+    # the other layout: nothing of the first push stays, or a reader would take it
+    push(other := make_run(tmp_path / "other"), place)
+    assert not (place / "checkpoints").exists()
+    assert (place / "LICENSE").read_text() == "mine"
+    assert torch.equal(latents_of(place), latents_of(other))
+    # a card that was changed by hand stays until it may go
+    (place / "README.md").write_text("mine")
+    changed = files_in(place)
+    status, out, err = command_line("push", str(run), str(place))
+    assert (status, err) == (
+        1,
+        "error: no push wrote README.md: choose another place, or change these files with --replace\n",
+    )
+    assert "replaces README.md\n" in out
+    assert files_in(place) == changed
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+    push(run, place, "--replace")
+    assert files_in(place).keys() == before.keys()
+
+
+@pytest.mark.parametrize("name", ["../notes.txt", "{tmp}/notes.txt", "link", "card/../../notes.txt"])
+@pytest.mark.slow
+def test_a_record_that_was_tampered_with_reaches_nothing_outside(name, tmp_path):
+    run, place, notes = make_run(tmp_path / "run"), tmp_path / "repo", tmp_path / "notes.txt"
+    push(run, place)
+    notes.write_text("mine")
+    (place / "link").symlink_to(notes)
+    record = json.loads((place / RECORD).read_text())
+    record["files"][name.format(tmp=tmp_path)] = files_in(tmp_path)["notes.txt"]
+    (place / RECORD).write_text(json.dumps(record))
+    push(run, place)
+    assert notes.read_text() == "mine"
+    assert (place / "link").is_symlink()
+    # a link in the place of a folder is not written through
+    (tmp_path / "elsewhere").mkdir()
+    (place / "card").rename(tmp_path / "card")
+    (place / "card").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ValueError, match="no push wrote card"):
+        push(run, place)
+    push(run, place, "--replace")
+    assert not list((tmp_path / "elsewhere").iterdir())
+    assert (place / "card" / "loss.png").is_file()
+
+
+@pytest.mark.slow
+def test_clips_of_a_pushed_model_are_not_put_into_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run = make_run(tmp_path / "run")
+    push(run, "./export")
+    push(make_run(tmp_path / "other", absolute=True), "./weights")
+    assert samples_folder("export") == samples_folder("weights") == samples_folder("me/m") == Path("samples")
+    (checkpoint,) = (tmp_path / "weights" / "checkpoints").iterdir()
+    assert samples_folder(checkpoint) == Path("samples")
+    assert samples_folder(run) == run / "samples"
+
+
+def test_the_card_leaves_out_what_says_nothing():
+    node = {"_target_": "vsa.attention.video_sparse.VideoSparseAttention", "_partial_": True, "tile_thw": [4, 4, 4]}
+    idle = {"layer_idx": 0, "top_p": None, "deviations": None, "block_order": "nested", "score_thw": [2, 2, 2]}
+    assert dict(own_settings({**node, **idle})) == {"tile_thw": [4, 4, 4]}
+    # control: other values than those of the class
+    assert dict(own_settings({**node, "top_p": 0.9, "block_order": "raster"})).keys() == {
+        "tile_thw",
+        "top_p",
+        "block_order",
+    }
 
 
 def test_training_starts_from_a_pushed_run(training, tmp_path):
@@ -220,6 +254,10 @@ def test_training_starts_from_a_pushed_run(training, tmp_path):
     assert training.losses("own") == training.losses("from_pushed") != training.losses()
 
 
+NO_TARGETS = (
+    *("https://huggingface.co/me/m", "hf://me/m", "huggingface.co/me/m", "Some Owner/bad name!", "me/m/", "m\u00e9/m"),
+    *("user@host:path", "git@hf.co:me/m", "C:\\models\\m", "C:/models/m", "s3://bucket/m", "~/m"),
+)
 LOCAL = {"_target_": "vsa.data.codecs.WanVAE", "source": "/models/wan"}
 
 
@@ -238,6 +276,13 @@ LOCAL = {"_target_": "vsa.data.codecs.WanVAE", "source": "/models/wan"}
             "--private applies to repositories of the hub (OWNER/NAME), got the folder",
         ),
         (("{tmp}/run", "{tmp}/out", "--private"), "--private applies to repositories of the hub (OWNER/NAME), got"),
+        (("{tmp}/run", "{tmp}/run/checkpoints"), "{tmp}/run/checkpoints already exists"),
+        (("{tmp}/run", "{tmp}/run/checkpoints/new"), "{tmp}/run/checkpoints/new is inside a run, {tmp}/run"),
+        (("{tmp}/run", "run/new", "--replace"), "run/new is inside a run, {tmp}/run"),
+        (("{tmp}/run", "{tmp}/local", "--replace"), "{tmp}/local is inside a run, {tmp}/local"),
+        *((("{tmp}/run", name), f"{name} is no OWNER/NAME of the hub") for name in NO_TARGETS),
+        (("{tmp}/run", "{tmp}/out", "--pretrained", "not a hub id"), "--pretrained not a hub id: expected OWNER/NAME"),
+        (("{tmp}/run", "{tmp}/out", "--pretrained", "local/checkpoints"), "--pretrained local/checkpoints: expected"),
         (("{tmp}/local", "me/first"), "data.codec.source=/models/wan is a folder of this machine: name the hub id"),
         (("{tmp}/run", "me/first"), "me/first is on the hub: pip install 'vsa-train[hub]', or name a folder"),
     ],

@@ -17,10 +17,13 @@ from vsa.checkpoints.run_checkpoint import Checkpoint
 from vsa.checkpoints.run_weights import Group, RunWeights
 from vsa.checkpoints.sparse_config import SPARSE_CONFIG
 from vsa.checkpoints.wan_config import CLASS_NAME
-from vsa.checkpoints.weight_files import HUB_ID
+from vsa.checkpoints.weight_files import is_hub_id
 from vsa.checkpoints.weights_run import write_weights_run
 from vsa.files import read_json, write_whole
 from vsa.places import leaves
+
+RECORD = "vsa-push.json"
+"""File of a pushed model that lists what the push wrote."""
 
 _FACTS = ("step", "sparsity_state", "sparse_attention", "step_list")
 _NETWORK = ("model", "attention", "sparsity")
@@ -37,11 +40,13 @@ def weights_to_publish(checkpoint: Checkpoint, group: Group | None = None, pretr
     Raises:
         ValueError: codec or text encoder come from a folder of this machine, and there is no hub id to replace it.
     """
+    if pretrained is not None and not is_hub_id(pretrained):
+        raise ValueError(f"--pretrained {pretrained}: expected OWNER/NAME of a repository on the hub")
     config = checkpoint.config
     data = dict(config.get("data") or {})
     for name in ("codec", "text_encoder"):
         source = (data.get(name) or {}).get("source")
-        if source is None or (HUB_ID.match(str(source)) and not Path(source).exists()):
+        if source is None or is_hub_id(str(source)):
             continue
         if pretrained is None:
             raise ValueError(

@@ -40,8 +40,13 @@ ROWS = "vsa.rows"
 
 _FLOATS = ("F64", "F32", "F16", "BF16")
 
-HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*$")
+HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*$", re.ASCII)
 """Name of a repository on the Hugging Face hub, OWNER/NAME; a local folder of this name takes precedence."""
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether a name is that of a repository on the hub and of nothing here."""
+    return bool(HUB_ID.fullmatch(name)) and not Path(name).exists()
 
 
 def local_folder(source: str | Path, subfolder: str = "transformer") -> Path:

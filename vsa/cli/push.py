@@ -11,9 +11,10 @@ from vsa.cli.options import Group, option
 
 def push(
     run: Annotated[str, Argument(help="run folder (newest checkpoint) or checkpoint folder")],
-    repo: Annotated[str, Argument(help="OWNER/NAME on the Hugging Face hub, or a new folder (./NAME)")],
+    repo: Annotated[str, Argument(help="OWNER/NAME on the Hugging Face hub, or a folder (./NAME)")],
     license: Annotated[str, option("licence of the weights, an identifier of the hub: apache-2.0, ...")] = "unknown",
-    private: Annotated[bool, option("make a new repository private", "--private")] = False,
+    private: Annotated[bool, option("the repository is private, a new one is made so", "--private")] = False,
+    replace: Annotated[bool, option("also change files that no push wrote", "--replace")] = False,
     dry_run: Annotated[bool, option("print files and model card, publish nothing", "--dry-run")] = False,
     weights: Annotated[Group | None, option("averaged (if any) or trained weights")] = None,
     pretrained: Annotated[
@@ -23,7 +24,8 @@ def push(
     """Publish a run on the Hugging Face hub, or to a folder: weights, sampling settings and a model card.
 
     The card has loss curves, sampled clips with their captions, the attention and a summary of the data, but no clip
-    of the data and no path. The hub's own login is used (`hf auth login`), and everything is one commit.
+    of the data and no path. The hub's own login is used (`hf auth login`), and everything is one commit. Another push
+    to the same place changes only what the one before wrote there.
 
     \b
     vsa push outputs/own_videos/default ./my-model --license apache-2.0
@@ -37,6 +39,7 @@ def push(
         weights=weights,
         license=license,
         private=private,
+        replace=replace,
         pretrained=pretrained,
         dry_run=dry_run,
     )

@@ -18,7 +18,7 @@ def sample(
     run: Annotated[str | None, typer.Argument(help="run, checkpoint, export or pushed model (folder, hub id)")] = None,
     prompt: opt.Prompts = None,
     prompts: opt.PromptFile = None,
-    out: Annotated[Path | None, option("new output folder (RUN/samples, or samples-2, ...; pipeline: samples)")] = None,
+    out: Annotated[Path | None, option("new output folder (RUN/samples, or samples-2, ...; otherwise samples)")] = None,
     seed: Annotated[int | None, option("seed of the noise (0)", whole=(0, MANY))] = None,
     steps: opt.Steps = None,
     guidance: opt.Guidance = None,

@@ -52,8 +52,8 @@ class RemoteError(OSError):
     """A file that cannot be read, or not to its end; the message is one line that names the file."""
 
     def __init__(self, url: str, error: BaseException) -> None:
-        super().__init__(f"{url} cannot be read: {_reason(error)}")
-        self.missing = isinstance(error, FileNotFoundError) or _status(error) == 404
+        super().__init__(f"{url} cannot be read: {reason_of(error)}")
+        self.missing = isinstance(error, FileNotFoundError) or status_of(error) == 404
 
 
 class _DrippingError(OSError):
@@ -261,7 +261,7 @@ def _faults(url: str) -> tuple[type[Exception], ...]:
 
 
 def _may_pass(error: Exception) -> bool:
-    status = _status(error)
+    status = status_of(error)
     if status is not None:
         return status >= 500 or status in _PASSING
     return type(error).__name__ not in _SETTINGS and not isinstance(
@@ -269,7 +269,7 @@ def _may_pass(error: Exception) -> bool:
     )
 
 
-def _status(error: BaseException) -> int | None:
+def status_of(error: BaseException) -> int | None:
     """HTTP status of an error of urllib, of the hub's client or of botocore, the cause of those of s3fs."""
     if isinstance(error, HTTPError):
         return error.code
@@ -281,15 +281,17 @@ def _status(error: BaseException) -> int | None:
     return getattr(response, "status_code", None)
 
 
-def _reason(error: BaseException) -> str:
+def reason_of(error: BaseException) -> str:
+    """What a server or a client said, in one line without secrets, with its HTTP status if there is one."""
     if isinstance(error, URLError) and isinstance(error.reason, BaseException):
-        return _reason(error.reason)
-    status = _status(error)
+        return reason_of(error.reason)
+    status = status_of(error)
     if isinstance(error, HTTPError):
         return f"HTTP status {status}"
     message = getattr(error, "server_message", None) or getattr(error, "strerror", None) or error
-    # the hub and its storage put signatures into queries
-    text = without_secrets(_QUERY.sub(r"\1", " ".join(str(message).split()))).rstrip(".")
+    # the hub's client names a page about the status, and puts signatures into queries, as its storage does
+    message = str(message).partition("For more information check:")[0]
+    text = without_secrets(_QUERY.sub(r"\1", " ".join(message.split()))).rstrip(".")
     if len(text) > _LONGEST_REASON:
         text = text[:_LONGEST_REASON] + "..."
     return f"{type(error).__name__} {text}".strip() if status is None else f"HTTP status {status}: {text}"

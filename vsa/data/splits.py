@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 from vsa.data.index import SampleEntry
@@ -62,3 +63,23 @@ def more_held_out(sizes: Mapping[str, int], fraction: float, least: int) -> set[
             more.add(group)
             count += sizes[group]
     return more
+
+
+def count_held_out(
+    first: Sequence[SampleEntry],
+    samples: Sequence[SampleEntry],
+    group: Callable[[SampleEntry], str],
+    fraction: float,
+    least: int,
+) -> int:
+    """How many of the samples of a run are held out from its training.
+
+    Args:
+        first: samples of the first phase, which decide on `least`.
+        samples: all samples.
+        group: see `split_group`.
+        fraction: see `more_held_out`.
+        least: see `more_held_out`.
+    """
+    more = more_held_out(Counter(map(group, first)), fraction, least) if fraction else set()
+    return sum(is_validation(name, fraction) or name in more for name in map(group, samples))

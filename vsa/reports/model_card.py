@@ -5,6 +5,7 @@ It shows captions of sampled clips, but neither the data nor folders of this mac
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -18,13 +19,15 @@ import yaml
 
 from vsa.checkpoints.run_weights import RunWeights
 from vsa.checkpoints.sampling_settings import sampling_of
-from vsa.checkpoints.weight_files import HUB_ID
+from vsa.checkpoints.weight_files import HUB_ID, is_hub_id
 from vsa.data.index import USUAL_FPS
 from vsa.data.revisions import open_local_index, phases_of
+from vsa.data.sample_store import chosen_samples
+from vsa.data.splits import count_held_out, split_group
 from vsa.evaluation.figures import health_curves, loss_curve
 from vsa.files import write_whole
 from vsa.reports.clips import newest_clips
-from vsa.reports.run_tables import duration
+from vsa.reports.run_tables import class_defaults, duration
 from vsa.reports.runs import METRICS, Run, is_run, read_run
 from vsa.reports.tables import count, number
 from vsa.reports.variants import shown
@@ -80,7 +83,7 @@ def _origins(source: RunWeights) -> dict[str, str]:
     config = source.run_config
     specs = {"finetuned from": config.get("init_from"), "teacher": (config.get("task") or {}).get("teacher")}
     return {
-        what: spec if HUB_ID.match(spec) and not Path(spec).exists() else "weights that are not on a hub"
+        what: spec if is_hub_id(spec) else "weights that are not on a hub"
         for what, spec in specs.items()
         if isinstance(spec, str)
     }
@@ -157,11 +160,19 @@ def _training(source: RunWeights, run: Run | None) -> Iterator[tuple[str, str]]:
 def _attention(source: RunWeights, run: Run | None) -> Iterator[tuple[str, str]]:
     node, sparse = source.run_config.get("attention") or {}, source.run_config.get("sparsity") or {}
     yield "method", _method(source)
-    yield from ((key, str(value)) for key, value in node.items() if not key.startswith("_") and key != "backend")
+    yield from ((key, str(value)) for key, value in own_settings(node) if key != "backend")
     density = run.last("sparsity/density") if run else None
     yield "tiles that are computed", "" if density is None else f"{density:.1%} at the end"
-    schedule = {key: value for key, value in sparse.items() if not key.startswith("_") and value is not None}
-    yield "sparsity", ", ".join([shown(sparse.get("_target_", "")), *(f"{k}={v}" for k, v in schedule.items())])
+    yield "sparsity", ", ".join([shown(sparse.get("_target_", "")), *(f"{k}={v}" for k, v in own_settings(sparse))])
+
+
+def own_settings(node: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Settings that say something: the size of the tiles, and what differs from the default of the class."""
+    usual = class_defaults({f"node.{key}": value for key, value in node.items()})
+    for key, value in node.items():
+        flat = json.dumps(value) if isinstance(value, list) else value
+        if not key.startswith("_") and value is not None and (key == "tile_thw" or usual.get(f"node.{key}") != flat):
+            yield key, value
 
 
 def _data(source: RunWeights) -> Iterator[tuple[str, str]]:
@@ -173,12 +184,18 @@ def _data(source: RunWeights) -> Iterator[tuple[str, str]]:
         "main": data.get("root"),
         **{name: entry.get("root") for name, entry in (data.get("sources") or {}).items()},
     }
+    roots = {name: Path(root) for name, root in roots.items() if root is not None}
+    phases = {name: phases_of(data.get("revision"), name) for name in roots}
     try:
-        indexes = [
-            open_local_index(Path(root), phases_of(data.get("revision"), name)[-1][1])[0]
-            for name, root in roots.items()
-            if root is not None
-        ]
+        first, last = (
+            chosen_samples(
+                {name: open_local_index(root, phases[name][at][1])[0] for name, root in roots.items()},
+                drop=data.get("drop"),
+                tell=lambda line: None,
+            )
+            for at in (0, -1)
+        )
+        indexes = list(last.values())
     except ValueError:
         indexes = []
     if not indexes:
@@ -190,14 +207,22 @@ def _data(source: RunWeights) -> Iterator[tuple[str, str]]:
     films = {(i, sample.about.source) for i, _, sample in samples}
     seconds = sum(sample.latent_shape[1] * stride[0] / sample.about.fps for _, stride, sample in samples)
     yield "clips", f"{len(samples):,}"
-    yield "films", f"{len(films):,}" if all(film for _, film in films) else "not recorded"
+    if len(films) < len(samples):
+        yield "films", f"{len(films):,}" if all(film for _, film in films) else "not recorded"
     yield "length", f"about {duration(seconds)}"
     sizes = Counter(
         tuple(n * s for n, s in zip(sample.latent_shape[1:], stride, strict=True)) for _, stride, sample in samples
     )
     named = [f"{' x '.join(map(str, size))} ({many:,})" for size, many in sizes.most_common(_LISTED_SIZES)]
     yield "frames x height x width", ", ".join([*named, *(["..."] if len(sizes) > _LISTED_SIZES else [])])
-    yield "held out", f"{data.get('val_fraction', 0.05):.0%}"
+    out = count_held_out(
+        [sample for index in first.values() for sample in index.samples.values()],
+        [sample for _, _, sample in samples],
+        split_group(data.get("val_by", "id"), data.get("val_field")),
+        data.get("val_fraction", 0.05),
+        data.get("val_least", 0),
+    )
+    yield "held out", f"{out:,} of {len(samples):,} clips ({out / len(samples):.0%})"
 
 
 def _table(rows: Iterator[tuple[str, str]] | Mapping[str, str]) -> list[str]:

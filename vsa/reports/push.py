@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
 
-from vsa.checkpoints.published import weights_to_publish, write_published
+from vsa.checkpoints.published import RECORD, weights_to_publish, write_published
 from vsa.checkpoints.run_checkpoint import resolve_checkpoint
+from vsa.checkpoints.run_folder import refuse_inside_run
 from vsa.checkpoints.run_weights import Group
 from vsa.checkpoints.weight_files import HUB_ID, refuse_existing
 from vsa.checkpoints.weight_source import is_run
-from vsa.files import atomic_folder
+from vsa.files import flush_to_disk, writing
+from vsa.reports.hub import changes, files_in, hub_client, publish, read_record, write_record
 from vsa.reports.model_card import CARD, write_card
-from vsa.secrets import without_secrets
 
 UNKNOWN = "unknown"
 _LICENSE = re.compile(r"[a-z0-9][a-z0-9.+-]*")
-# what an earlier push wrote; other files of a repository stay
-_OWN = re.compile(
-    r"card/.*|checkpoints/.*|diffusion_pytorch_model.*|(config|sparse_attention|sampling|run)\.json|golden\..*"
-)
 
 
 def push(
@@ -32,6 +30,7 @@ def push(
     weights: Group | None = None,
     license: str = UNKNOWN,
     private: bool = False,
+    replace: bool = False,
     pretrained: str | None = None,
     dry_run: bool = False,
     tell: Callable[[str], None] = print,
@@ -40,80 +39,88 @@ def push(
 
     Args:
         run: run folder (newest checkpoint) or checkpoint folder.
-        repo: OWNER/NAME on the hub, or a folder that does not exist yet: a path with another number of slashes, or
-            one whose parent folder exists here.
+        repo: OWNER/NAME on the hub, or a folder, see `_folder_named`; one that exists must be of an earlier push.
         weights: averaged or trained weights; None: averaged ones if there are any.
         license: licence of the weights, an identifier of the hub.
-        private: whether a new repository is private.
+        private: whether the repository is private.
+        replace: whether files change that no push wrote, see `changes`.
         pretrained: hub id that replaces a local folder of codec and text encoder.
         dry_run: whether files and model card are only printed.
         tell: function called with lines for the user.
 
     Raises:
-        ValueError: no run, no weights, a folder with other content, a wrong licence, settings of this machine, or no
-            client, login or connection for the hub.
+        ValueError: no run, no weights, a folder with other content, a wrong licence, settings of this machine, or
+            see `vsa.reports.hub.publish`.
     """
     if not _LICENSE.fullmatch(license):
         raise ValueError(f"--license {license}: expected an identifier of the hub, such as apache-2.0 or cc-by-4.0")
-    on_hub = bool(HUB_ID.fullmatch(repo)) and not Path(repo).exists() and not Path(repo).parent.exists()
-    if private and not on_hub:
+    place = _folder_named(repo)
+    if private and place is not None:
         raise ValueError(f"--private applies to repositories of the hub (OWNER/NAME), got the folder {repo}")
-    if not on_hub:
-        refuse_existing(Path(repo).resolve())
+    recorded = {} if place is None else read_record(place / RECORD)
+    if place is not None:
+        if not (recorded or (replace and place.is_dir())):
+            refuse_existing(place)
+        refuse_inside_run(place.parent if recorded else place, repo)
     if not is_run(run):
         raise ValueError(f"{run} is not a run: expected a run folder with checkpoints, or a checkpoint folder")
     source = weights_to_publish(resolve_checkpoint(run), weights, pretrained)
-    api = _client(repo) if on_hub and not dry_run else None
+    api = hub_client(repo) if place is None else None
 
-    def build(folder: Path) -> None:
+    # beside a folder, so that its files are only renamed
+    beside = None if place is None or dry_run else place.parent
+    if beside is not None:
+        beside.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(prefix=".vsa-push-", dir=beside) as temporary, writing(Path(repo), Path(temporary)):
+        folder = Path(temporary, "files")
+        folder.mkdir()
         layout = write_published(source, folder)
-        write_card(folder, source, name=repo if on_hub else Path(repo).resolve().name, license=license, layout=layout)
-        files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
-        for path in files if dry_run else ():
-            tell(f"{path.stat().st_size:12,} bytes  {path.relative_to(folder)}")
+        write_card(folder, source, name=repo if place is None else place.name, license=license, layout=layout)
+        write_record(folder)
+        new = files_in(folder)
+        for name in new if dry_run else ():
+            tell(f"{(folder / name).stat().st_size:12,} bytes  {name}")
         if dry_run:
             tell((folder / CARD).read_text(encoding="utf-8"))
         if license == UNKNOWN:
             tell("no --license was given: the model card says unknown")
-
-    if on_hub or dry_run:
-        with TemporaryDirectory(prefix="vsa-push-") as folder:
-            build(Path(folder))
-            if api is not None:
-                tell(_upload(api, Path(folder), repo, private=private))
-    else:
-        with atomic_folder(Path(repo).resolve()) as folder:
-            build(folder)
-        tell(f"{source} in {repo}, with the model card {CARD}; vsa sample and init_from= take it")
+        if dry_run:
+            return
+        if place is None:
+            tell(f"published: {publish(api, folder, new, repo, private=private, replace=replace, tell=tell)}")
+            return
+        changed = changes(new, files_in(place), recorded, replace=replace, tell=tell)
+        _write(folder, place, new, doomed=[name for name in changed if name not in new])
+    tell(f"{source} in {repo}, with the model card {CARD}; vsa sample and init_from= take it")
 
 
-def _client(repo: str):
-    try:
-        from huggingface_hub import HfApi
-    except ImportError:
-        raise ValueError(f"{repo} is on the hub: pip install 'vsa-train[hub]', or name a folder (./{repo})") from None
-    return HfApi()
+def _folder_named(repo: str) -> Path | None:
+    """The folder that a target names, None for a repository of the hub.
+
+    Raises:
+        ValueError: it is no OWNER/NAME, and a folder would only come of it by mistake: a web address, a place on
+            another machine, a path below folders that are not there and without `./`.
+    """
+    path = Path(repo)
+    if repo.startswith(("/", "./", "../")) or path.exists() or (path.parent.exists() and not {*":\\"} & {*repo}):
+        return path.resolve()
+    if HUB_ID.fullmatch(repo):
+        return None
+    raise ValueError(f"{repo} is no OWNER/NAME of the hub: expected that, or a folder with its place (./NAME)")
 
 
-@contextmanager
-def _one_line(repo: str) -> Iterator[None]:
-    try:
-        yield
-    # the client has many kinds of errors, with messages of many lines
-    except Exception as error:
-        reason = without_secrets(" ".join(str(error).split())[:300])
-        raise ValueError(f"cannot push to {repo}, nothing was published: {type(error).__name__} {reason}") from None
-
-
-def _upload(api, folder: Path, repo: str, *, private: bool) -> str:
-    from huggingface_hub import CommitOperationAdd, CommitOperationDelete
-
-    with _one_line(repo):
-        api.create_repo(repo, private=private or None, exist_ok=True)
-        new = {str(path.relative_to(folder)): path for path in sorted(folder.rglob("*")) if path.is_file()}
-        stale = [name for name in api.list_repo_files(repo) if _OWN.fullmatch(name) and name not in new]
-        add = [CommitOperationAdd(path_in_repo=name, path_or_fileobj=path) for name, path in new.items()]
-        delete = [CommitOperationDelete(path_in_repo=name) for name in stale]
-        # `upload_folder` may make several commits
-        commit = api.create_commit(repo, [*delete, *add], commit_message="Publish a run of VSA-Train")
-    return f"published: {commit.commit_url}"
+def _write(staged: Path, place: Path, new: Collection[str], doomed: Collection[str]) -> None:
+    for name in new:
+        flush_to_disk(staged / name)
+    if not place.exists():
+        os.replace(staged, place)
+        return
+    for name in doomed:
+        (place / name).unlink()
+        for parent in PurePosixPath(name).parents[:-1]:
+            # others are not empty
+            with suppress(OSError):
+                (place / parent).rmdir()
+    for name in new:
+        (place / name).parent.mkdir(parents=True, exist_ok=True)
+        os.replace(staged / name, place / name)

@@ -27,7 +27,7 @@ def settings_tables(run: Run) -> list[Table]:
     """Two foldable tables: settings that differ from the defaults of their classes, and all others."""
     if not run.settings:
         return []
-    defaults = _defaults(run.settings)
+    defaults = class_defaults(run.settings)
     hidden = (*_FOLDERS, *_HYDRA)
     settings = {k: v for k, v in run.settings.items() if k not in _IDENTITY and not k.endswith(hidden)}
     usual = {key for key, value in settings.items() if key in defaults and defaults[key] == value}
@@ -44,7 +44,7 @@ def settings_tables(run: Run) -> list[Table]:
     return tables
 
 
-def _defaults(settings: Mapping[str, Any]) -> dict[str, Any]:
+def class_defaults(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Defaults of the constructors that the settings belong to, by dotted key, without classes that no longer exist."""
     defaults: dict[str, Any] = {"seed": 0}
     for key, target in settings.items():

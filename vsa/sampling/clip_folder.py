@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from vsa.attention.denoising import DenoisingPlan
+from vsa.checkpoints.published import RECORD
 from vsa.checkpoints.run_weights import Group
+from vsa.checkpoints.weight_source import is_run
 from vsa.config import attention_config
 from vsa.data.clip_rules import ClipRules, clip_size
 from vsa.data.codecs import Codec, WanVAE
@@ -46,9 +48,13 @@ def all_prompts(prompts: Sequence[str], file: Path | None) -> list[str]:
 
 
 def samples_folder(run: str | Path, name: str = "samples") -> Path:
-    """The folder `samples` of a run, or another one, given the run folder, one of its checkpoints or a hub id."""
-    path = Path(run) if Path(run).exists() else Path()
-    return own_folder((path.parent.parent if path.parent.name == "checkpoints" else path) / name)
+    """The folder `samples` of a run, or another one, given the run folder, one of its checkpoints, or a model.
+
+    A model that is handed on (a hub id, an export, a pushed one) keeps its files: the folder is in the current one.
+    """
+    path = Path(run).parents[1] if Path(run).parent.name == "checkpoints" else Path(run)
+    handed_on = not is_run(run) or (path / RECORD).exists()
+    return own_folder((Path() if handed_on else path) / name)
 
 
 def _free_folder(named: Path | None, usual: Path) -> Path:

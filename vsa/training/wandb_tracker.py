@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-import threading
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightning.fabric.loggers.logger import rank_zero_experiment
@@ -16,6 +15,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
 from vsa.files import typed
 from vsa.secrets import without_secrets
 from vsa.settings import validated
+from vsa.threads import within
 
 # together with 10 seconds in which the client checks its key, the start takes less than 20 seconds
 _PROBE_SECONDS, _START_SECONDS = 4.0, 5.0
@@ -89,7 +89,7 @@ class WandbTracker(WandbLogger):
         if self._offline:
             return self._init("offline")
         url = wandb.setup().settings.base_url
-        if not _within(_PROBE_SECONDS, lambda: _answers(url)):
+        if not _answers(url):
             reason = f"{without_secrets(url)} does not answer"
         else:
             try:
@@ -146,21 +146,11 @@ class WandbTracker(WandbLogger):
             rank_zero_info(f"wandb: to upload this run: wandb sync {typed(folder)}")
 
 
-def _within(seconds: float, ask: Callable[[], bool]) -> bool:
-    """Result of `ask`, or False if it takes longer; a name lookup has no time limit of its own."""
-    answers: list[bool] = []
-    thread = threading.Thread(target=lambda: answers.append(ask()), daemon=True)
-    thread.start()
-    thread.join(seconds)
-    return answers == [True]
-
-
 def _answers(url: str) -> bool:
     """Whether a server answers at all."""
     try:
-        urllib.request.urlopen(url, timeout=_PROBE_SECONDS).close()
-    except urllib.error.HTTPError:
-        return True
-    except (OSError, ValueError):
-        return False
+        # a name lookup has no time limit of its own
+        within(_PROBE_SECONDS, lambda: urllib.request.urlopen(url, timeout=_PROBE_SECONDS).close())
+    except Exception as error:
+        return isinstance(error, urllib.error.HTTPError)
     return True
