@@ -30,6 +30,7 @@ from vsa.config_files import choices, config_folder
 from vsa.files import YAML_LIMIT, check_yaml, read_text
 from vsa.places import PLACE, leaves, run_folder_of
 from vsa.secrets import masked
+from vsa.trust import Key, refuse_other_references, refuse_untyped
 
 TARGETS = {
     "launcher": (
@@ -164,6 +165,7 @@ class CheckedLoader(ConfigLoaderImpl):
     def __init__(self, config_search_path: ConfigSearchPath) -> None:
         super().__init__(config_search_path=config_search_path)
         self.repository = _CheckedRepository(config_search_path=config_search_path)
+        self._command: list[tuple[str, str, str]] = []
 
     def _load_configuration_impl(
         self, config_name: str | None, overrides: list[str], *args: Any, **kwargs: Any
@@ -188,14 +190,29 @@ class CheckedLoader(ConfigLoaderImpl):
             return self._load_configuration_impl(config_name, added, *args, **kwargs)
 
     def load_configuration(self, *args: Any, **kwargs: Any) -> DictConfig:
+        """Compose a config, in which values that were not typed may come from others (`vsa.trust`)."""
         cfg = super().load_configuration(*args, **kwargs)
+        # unresolved, since a typed value may refer to another setting
+        words: Any = OmegaConf.to_container(cfg.hydra.overrides, resolve=False)
+        parts = [word.lstrip("+~").partition("=") for word in (*words["hydra"], *words["task"])]
+        # the first config is that of the command line; runs of a sweep have words of its file too
+        self._command = self._command or parts
+        keys = [
+            (tuple(name.split(".")), any(name == other and value in text for other, _, text in self._command))
+            for name, _, value in parts
+            if value.startswith("{") or not self.repository.group_exists(name.partition("@")[0])
+        ]
+
+        def is_typed(key: Key) -> bool:
+            return {is_own for top, is_own in keys if key[: len(top)] == top} == {True}
+
+        if (names := cfg.hydra.job.env_copy) and not is_typed(("hydra", "job", "env_copy")):
+            raise ValueError(f"hydra.job.env_copy={names} stands in a file, which may not read the environment")
         check_hydra(cfg.hydra)
         run_folder_of(cfg)
-        # unresolved, since a typed value may refer to another setting
-        words: Any = OmegaConf.to_container(cfg.hydra.overrides.task, resolve=False)
-        typed = {str(word).lstrip("+").partition("=")[0] for word in words}
-        if cfg.get("overwrite") and "overwrite" not in typed:
+        if cfg.get("overwrite") and not is_typed(("overwrite",)):
             raise ValueError("overwrite=true stands in a file, expected it on the command line: it deletes a run")
+        refuse_untyped([x for x in _leaves(cfg) if x[0][0] != "hydra" or x[0][1] == "sweeper"], is_typed)
         return cfg
 
 
@@ -219,7 +236,10 @@ class _CheckedRepository(ConfigRepository):
             # Hydra loads the class of this source twice, so isinstance would be False
             if source is not None and source.scheme() == "file":
                 path = Path(source.path, source._normalize_file_name(config_path))
-                check_yaml(read_text(path, limit=YAML_LIMIT), f"config file {path}")
+                check_yaml(text := read_text(path, limit=YAML_LIMIT), f"config file {path}")
+                # as a whole, since its list of defaults may refer to something too
+                top = () if "@package _global_" in text else tuple(config_path.split("/")[:-1])
+                refuse_other_references(yaml.safe_load(text), f"config file {path}: ", top)
             return super().load_config(config_path)
         except (yaml.YAMLError, UnicodeError) as error:
             raise ValueError(f"config file {config_path} cannot be read: {error}") from error
