@@ -24,7 +24,6 @@ FOREIGN: Mapping[str, Sequence[str]] = {
     "TensorBoardLogger": ("name", "version", "sub_dir", "prefix", "log_graph", "default_hp_metric"),
     "CSVLogger": ("name", "version", "prefix", "flush_logs_every_n_steps"),
     "EarlyStopping": ("monitor", "min_delta", "patience", "mode", "strict", "check_finite", "stopping_threshold"),
-    "LearningRateMonitor": ("logging_interval", "log_momentum", "log_weight_decay"),
 }
 """Classes of Lightning that a file may build, and the arguments that it may give them."""
 
@@ -78,8 +77,7 @@ def refuse_untyped(values: Sequence[tuple[Key, Any]], is_typed: Callable[[Key], 
         for depth, argument in enumerate(key):
             name = names.get(key[:depth])
             if name is not None and argument not in (("_target_", *FOREIGN[name]) if name in FOREIGN else ()):
-                what = f"build {name}" if argument == "_target_" else f"set {argument} of {name}"
-                raise _only_typed(key, value, f"a file may not {what}")
+                raise _only_typed(key, value, f"a file may not set {argument} of {name}")
 
 
 def _only_typed(key: Key, value: Any, rule: str, where: str = "") -> ValueError:

@@ -109,6 +109,13 @@ def test_a_server_has_to_be_typed(tmp_path):
     assert cfg.data.val_urls == cfg.data.urls == f"https://mine.example/{SECRET}/x.tar"
 
 
+def test_a_typed_mapping_vouches_for_its_own_keys_alone(tmp_path):
+    text = GLOBAL + f"logger: {{x: {{_target_: {L}.loggers.CSVLogger, name: a}}}}\n"
+    with pytest.raises(ValueError, match=r"^logger\.x\.save_dir=b: a file may not set save_dir of CSVLogger; if you"):
+        composed_from(tmp_path, text.replace("name: a", "save_dir: b"), "logger={x: {name: c}, csv: null}")
+
+
+@pytest.mark.slow
 def test_no_server_is_put_together_from_what_was_not_typed(tmp_path):
     text = "trainer: {max_time: 'https:'}\nlogger: {csv: {root_dir: '//author.example'}}\n"
     text += "data: {urls: '${trainer.max_time}${logger.csv.root_dir}/x.tar'}"
@@ -128,6 +135,9 @@ def test_hydra_is_given_no_environment_by_a_file(tmp_path):
     text = GLOBAL + "hydra: {job: {env_copy: [MY_API_KEY]}}\nrun: '${hydra.job.env_set.MY_API_KEY}'\n"
     with pytest.raises(ValueError, match=r"^hydra\.job\.env_copy=\['MY_API_KEY'\] stands in a file"):
         composed_from(tmp_path, text)
+    # control
+    _, cfg = composed_from(tmp_path, GLOBAL, "hydra.job.env_copy=[MY_API_KEY]")
+    assert cfg.hydra.job.env_set.MY_API_KEY == SECRET
 
 
 def test_words_of_a_sweep_file_are_not_typed(tmp_path):
@@ -144,6 +154,7 @@ def test_words_of_a_sweep_file_are_not_typed(tmp_path):
     assert loader.load_sweep_config(cfg, own[:2]).data.urls == "https://mine.example/x.tar"
 
 
+@pytest.mark.slow
 def test_the_environment_is_not_read_when_words_of_a_sweep_are_composed(tmp_path):
     text = "variants:\n  a: ['data.drop=${run}{oc.env:MY_API_KEY}']\n"
     with pytest.raises(
@@ -152,7 +163,7 @@ def test_the_environment_is_not_read_when_words_of_a_sweep_are_composed(tmp_path
         composed_from(tmp_path, text, "run='$'", group="sweep")
 
 
-@pytest.mark.parametrize("typed", [False, True])
+@pytest.mark.parametrize("typed", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_run_sends_no_secret_to_the_author_of_a_file(command_line, tmp_path, typed):
     with serve(tmp_path) as server:
         urls = f'"{server.url}/${{oc.env:MY_API_KEY}}/latents-C16x2x2x4-00000.tar"'
@@ -166,7 +177,7 @@ def test_a_run_sends_no_secret_to_the_author_of_a_file(command_line, tmp_path, t
         assert bool(server.asked) == typed, err
 
 
-@pytest.mark.parametrize("key", ["model", "data"])
+@pytest.mark.parametrize("key", ["model", pytest.param("data", marks=pytest.mark.slow)])
 def test_stored_settings_read_no_environment(tmp_path, monkeypatch, key):
     # as large as the run needs it, so that nothing else is wrong
     monkeypatch.setenv("MY_WIDTH", "64")

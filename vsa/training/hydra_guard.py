@@ -20,6 +20,7 @@ from hydra._internal.hydra import Hydra
 from hydra._internal.utils import create_config_search_path
 from hydra.core.config_search_path import ConfigSearchPath, SearchPathQuery
 from hydra.core.object_type import ObjectType
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import ConfigCompositionException, SearchPathException
 from hydra.plugins.config_source import ConfigResult
 from hydra.types import RunMode
@@ -165,7 +166,7 @@ class CheckedLoader(ConfigLoaderImpl):
     def __init__(self, config_search_path: ConfigSearchPath) -> None:
         super().__init__(config_search_path=config_search_path)
         self.repository = _CheckedRepository(config_search_path=config_search_path)
-        self._command: list[tuple[str, str, str]] = []
+        self._command = ""
 
     def _load_configuration_impl(
         self, config_name: str | None, overrides: list[str], *args: Any, **kwargs: Any
@@ -194,19 +195,21 @@ class CheckedLoader(ConfigLoaderImpl):
         cfg = super().load_configuration(*args, **kwargs)
         # unresolved, since a typed value may refer to another setting
         words: Any = OmegaConf.to_container(cfg.hydra.overrides, resolve=False)
-        parts = [word.lstrip("+~").partition("=") for word in (*words["hydra"], *words["task"])]
+        typed = [*words["hydra"], *words["task"]]
         # the first config is that of the command line; runs of a sweep have words of its file too
-        self._command = self._command or parts
+        self._command = self._command or "\n".join(typed)
         keys = [
-            (tuple(name.split(".")), any(name == other and value in text for other, _, text in self._command))
-            for name, _, value in parts
-            if value.startswith("{") or not self.repository.group_exists(name.partition("@")[0])
+            ((*word.key_or_group.split("."), *inner), str(word.input_line).partition("=")[2] in self._command)
+            for word in OverridesParser.create(config_loader=self).parse_overrides(typed)
+            if isinstance(word.value(), dict) or not self.repository.group_exists(word.key_or_group)
+            # a typed mapping leaves other keys of a file as they are
+            for inner, _ in leaves(word.value())
         ]
 
         def is_typed(key: Key) -> bool:
             return {is_own for top, is_own in keys if key[: len(top)] == top} == {True}
 
-        if (names := cfg.hydra.job.env_copy) and not is_typed(("hydra", "job", "env_copy")):
+        if (names := cfg.hydra.job.env_copy) and not is_typed(("hydra", "job", "env_copy", "0")):
             raise ValueError(f"hydra.job.env_copy={names} stands in a file, which may not read the environment")
         check_hydra(cfg.hydra)
         run_folder_of(cfg)
