@@ -249,7 +249,7 @@ def test_wrong_settings_are_refused_before_anything_is_written(composed, tmp_pat
 @pytest.mark.parametrize(
     ("key", "near"),
     [
-        ("task.nowhere", "task.objective.shift.where"),
+        ("task.trainers", "task.objective.shift.table"),
         ("data.zoot", "data.drop"),
         ("data.layers_nm", "sparsity.dense_layers"),
         ("task.objective.volume", "task.objective.logit_std"),

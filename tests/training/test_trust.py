@@ -135,6 +135,10 @@ def test_hydra_is_given_no_environment_by_a_file(tmp_path):
     text = GLOBAL + "hydra: {job: {env_copy: [MY_API_KEY]}}\nrun: '${hydra.job.env_set.MY_API_KEY}'\n"
     with pytest.raises(ValueError, match=r"^hydra\.job\.env_copy=\['MY_API_KEY'\] stands in a file"):
         composed_from(tmp_path, text)
+
+
+@pytest.mark.slow
+def test_hydra_is_given_what_is_typed(tmp_path):
     # control
     _, cfg = composed_from(tmp_path, GLOBAL, "hydra.job.env_copy=[MY_API_KEY]")
     assert cfg.hydra.job.env_set.MY_API_KEY == SECRET
@@ -163,7 +167,8 @@ def test_the_environment_is_not_read_when_words_of_a_sweep_are_composed(tmp_path
         composed_from(tmp_path, text, "run='$'", group="sweep")
 
 
-@pytest.mark.parametrize("typed", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("typed", [False, True])
 def test_a_run_sends_no_secret_to_the_author_of_a_file(command_line, tmp_path, typed):
     with serve(tmp_path) as server:
         urls = f'"{server.url}/${{oc.env:MY_API_KEY}}/latents-C16x2x2x4-00000.tar"'
