@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from difflib import SequenceMatcher
 from functools import partial
@@ -23,16 +24,16 @@ from vsa.models.network import Network
 from vsa.places import OWN_FOLDER, leaves, misplaced
 from vsa.secrets import masked
 from vsa.settings import AtLeastOne, Bound, Count, Positive, Seed, arguments_of, fits, hints_of, plain, refusal, shown
+from vsa.trust import SERVER, refuse_other_references
 
-ALLOWED_TARGETS = (
-    "vsa.",
-    "lightning.pytorch.trainer.",
-    "lightning.pytorch.callbacks.",
-    "lightning.pytorch.loggers.",
-    "lightning.pytorch.profilers.",
-)
-"""Modules whose public classes a config may name. A class must also be defined there, so that an alias such as
-`vsa.training.train.os.system` is not allowed."""
+ALLOWED_TARGETS = ("vsa.",)
+OF_LIGHTNING = tuple(f"lightning.pytorch.{x}" for x in ("Trainer", "trainer.", "callbacks.", "loggers.", "profilers."))
+"""Modules whose public classes a config may name, those of Lightning for the trainer, callbacks and loggers. A class
+must also be defined there, so that an alias such as `vsa.training.train.os.system` is not allowed."""
+
+KINDS = {"trainer": "Trainer", "callbacks": "Callback", "logger": "Logger", "data": "LightningDataModule"}
+KINDS |= {"task": "LightningModule", "model": "Module", "attention": "AttentionMethod", "sparsity": "SparsitySchedule"}
+"""Class by group that an object must be of."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,20 +181,43 @@ def _targets(node: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def check_targets(config: Any) -> None:
-    """Raise ValueError for a config that names a class outside of `ALLOWED_TARGETS`."""
+    """Raise ValueError for a config with a class that it may not name, or that is none for its place.
+
+    Args:
+        config: a composed config; or plain settings, which a file holds and which may refer to other settings only.
+    """
     if isinstance(config, DictConfig):
         config = OmegaConf.to_container(config, resolve=True)
+    else:
+        refuse_other_references(config)
     for key, target in _targets(config):
+        group, *inner = key.split(".")
+        modules = (*ALLOWED_TARGETS, *(OF_LIGHTNING if group in ("trainer", *TABLES) else ()))
         refused = ValueError(f"{key}={target} is not allowed: a config may build classes of vsa and lightning only")
-        allowed = isinstance(target, str) and target.startswith((*ALLOWED_TARGETS, "lightning.pytorch.Trainer"))
-        if not allowed or "._" in target:
+        if not isinstance(target, str) or not target.startswith(modules) or "._" in target:
             raise refused
         try:
             constructor = target_class(target)
         except (ImportError, AttributeError) as error:
             raise ValueError(f"{key}={target} does not exist: {error}") from None
-        if not isinstance(constructor, type) or not f"{constructor.__module__}.".startswith(ALLOWED_TARGETS):
+        if not isinstance(constructor, type) or not f"{constructor.__module__}.".startswith(modules):
             raise refused
+        kind = KINDS.get(group) if len(inner) == (2 if group in TABLES else 1) else None
+        if kind is not None and kind not in (base.__name__ for base in constructor.__mro__):
+            raise ValueError(f"{key}={target} is not allowed: expected a {kind}")
+
+
+def stored_data(config: Mapping[str, Any]) -> Any:
+    """The data module of a stored run, whose config may come from others.
+
+    Raises:
+        ValueError: a class that a config may not name, or a server.
+    """
+    check_targets(config)
+    for key, value in leaves(config["data"], ("data",)):
+        if SERVER.search(str(value)):
+            raise ValueError(f"{'.'.join(key)}={value}: a stored config may not name a server: leave its data out")
+    return build(config["data"])
 
 
 def target_class(target: str) -> Any:
@@ -342,14 +366,31 @@ class _SettingsCheck:
 
 
 def did_you_mean(key: str, known: Iterable[str], most: int = 1) -> str:
-    """Advice for an unknown key: up to `most` known ones that resemble it, the nearest first."""
+    """Advice for an unknown key: the choices that have it, else up to `most` known ones like it, the nearest first."""
+    if owners := [*_choices_with(key)]:
+        return f"; {key} is a setting of {', '.join(owners[:3])}"
 
-    def likeness(name: str) -> float:
-        pairs = ((name, key), (name.rpartition(".")[2], key.rpartition(".")[2]))
-        return max(SequenceMatcher(None, *pair).ratio() for pair in pairs)
+    def likeness(name: str) -> tuple[float, float]:
+        last, other = key.rpartition(".")[2], name.rpartition(".")[2]
+        whole, alike = (SequenceMatcher(None, *pair).ratio() for pair in ((name, key), (other, last)))
+        # settings of one group resemble each other by their group alone
+        related = other[:2] == last[:2] or key.startswith(f"{name}.")
+        return max(alike if alike > 0.8 else 0, whole if related else 0), whole
 
-    near = [name for name in sorted(sorted(known), key=likeness, reverse=True)[:most] if likeness(name) > 0.7]
+    near = [name for name in sorted(sorted(known), key=likeness, reverse=True)[:most] if likeness(name)[0] > 0.7]
     return f", did you mean {' or '.join(near)}?" if near else ""
+
+
+def _choices_with(key: str) -> Iterator[str]:
+    """Choices of a key's group whose objects have a setting of this name."""
+    group, _, inner = key.partition(".")
+    *above, last = inner.split(".")
+    for name in choices().get(group, ()):
+        node = OmegaConf.load(config_folder() / group / f"{name}.yaml")
+        place = OmegaConf.select(node, ".".join([*above, "_target_"]))
+        with suppress(ImportError, AttributeError):
+            if place and last in hints_of(target_class(place)):
+                yield f"{group}={name}"
 
 
 def _takes(hint: Any, cls: type) -> bool:

@@ -14,6 +14,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
 from vsa.cli import main
+from vsa.config import did_you_mean
 from vsa.data.toy_videos import ToyClips, write_toy_videos
 from vsa.training import hydra_guard
 from vsa.training.launch import INPUT_ERRORS
@@ -137,6 +138,14 @@ BAD_SETTINGS = [
     (["data.batch_size=2.5"], "data.batch_size=2.5: expected an integer of at least 1, got 2.5"),
     (["sparsity.sparsity=2"], "sparsity.sparsity=2: expected a number of at least 0 and below 1, or null, got 2"),
     (["sparsity.sparsty=0.5"], "sparsity.sparsty=0.5: unknown setting, did you mean sparsity.sparsity?"),
+    # what another choice has, and no hint to a key that merely stands in the same group or ends alike
+    (["task.trainable=[x]"], "task.trainable=[x]: unknown setting; task.trainable is a setting of task=finetune"),
+    (
+        ["task.objective.velocity=1"],
+        "unknown setting; task.objective.velocity is a setting of task=distill, task=finetune",
+    ),
+    (["data.root=x"], "data.root=x: unknown setting; data.root is a setting of data=folder, data=toy, data=wan"),
+    (["attention.dense_layers=3"], "unknown setting, did you mean sparsity.dense_layers?"),
     (["output_dir=null"], "output_dir=null: expected text, got null"),
     # all at once
     (
@@ -235,6 +244,29 @@ def test_wrong_settings_are_refused_before_anything_is_written(composed, tmp_pat
         train(composed(overrides))
     assert message in " ".join(str(error.value).split())
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("key", "near"),
+    [
+        ("task.trainers", "task.objective.shift.table"),
+        ("data.zoot", "data.drop"),
+        ("data.layers_nm", "sparsity.dense_layers"),
+        ("task.objective.volume", "task.objective.logit_std"),
+    ],
+)
+def test_no_hint_leads_to_an_unrelated_setting(key, near):
+    assert did_you_mean(key, {near}) == ""
+    # controls: the same last word, and a slip of the finger
+    assert did_you_mean(key, {near, f"x.{key.rpartition('.')[2]}"}).startswith(", did you mean x.")
+    assert did_you_mean(f"{near}s", {near}) == f", did you mean {near}?"
+
+
+def test_a_setting_that_is_another_choices_is_told_with_it():
+    assert did_you_mean("sparsity.sparsity", {"callbacks.samples.sparsity"}) == (
+        "; sparsity.sparsity is a setting of sparsity=constant, sparsity=cosine, sparsity=linear"
+    )
+    assert did_you_mean("model.num_layers", {"sparsity.dense_layers"}).startswith("; model.num_layers is a setting of ")
 
 
 def test_a_traceback_on_request(command_line, tiny_overrides, tmp_path):

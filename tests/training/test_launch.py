@@ -6,7 +6,7 @@ import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from vsa.training.hydra_guard import composed
-from vsa.training.launch import launch
+from vsa.training.launch import launch, refuse_unreadable
 
 
 @pytest.fixture(autouse=True)
@@ -49,3 +49,5 @@ def test_a_word_without_a_key_is_told_with_one(capsys):
     with pytest.raises(SystemExit):
         launch(["quickstart"])
     assert capsys.readouterr().err == "error: quickstart: expected KEY=VALUE, such as experiment=quickstart\n"
+    with pytest.raises(ValueError, match=r"^trainer\.max_steps: expected KEY=VALUE, such as trainer\.max_steps=VALUE$"):
+        refuse_unreadable(["trainer.max_steps"])

@@ -71,6 +71,13 @@ def test_a_typed_topk_is_refused_before_anything_is_written(training, attention)
     assert not training.output.exists()
 
 
+def test_a_rule_without_a_topk_is_named(training):
+    settings = SparsityOverrides.of(hydra("++sparsity.topk=2", attention="video_sparse"))
+    message = r"^sparsity\.topk=2 does not apply to attention=video_sparse: its rule=top_p has no top-k$"
+    with pytest.raises(ValueError, match=message):
+        run_module.train(config(training, "video_sparse", "rule=top_p", "top_p=0.9"), settings)
+
+
 @pytest.mark.parametrize(
     ("attention", "words"),
     [
@@ -103,6 +110,10 @@ def test_selections_without_a_topk_may_be_kept(word):
     assert without_tiles_kept([word, "sparsity.topk=2"], predicts=True) == (word,)
     with pytest.raises(ValueError, match=r"^sparsity\.topk=2 does not apply to attention=sparge: it has no top-k$"):
         SparsityOverrides.of(hydra("sparsity.topk=2", attention="sparge")).refuse_without_selection(predicts=True)
+    with pytest.raises(ValueError, match=r"does not apply to attention=sparge: its rule=cdf has no top-k$"):
+        SparsityOverrides.of(hydra("sparsity.topk=2", attention="sparge")).refuse_without_selection(
+            predicts=True, rule="cdf"
+        )
     with pytest.raises(ValueError, match="does not apply to attention=sparge"):
         settings.refuse_without_selection()
 

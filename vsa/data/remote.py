@@ -78,9 +78,12 @@ def expand_urls(key: str, urls: str | Sequence[str]) -> tuple[str, ...]:
         # checked before the braces are expanded, since a command may contain braces
         refuse_url(key, pattern)
         try:
-            all_urls += braceexpand(pattern)
+            all_urls += (expanded := [*braceexpand(pattern)])
         except ValueError:
             raise ValueError(f"{key}={pattern}: unbalanced braces") from None
+        # what looks for servers in settings looks for ://
+        if "://" not in pattern and "://" in "\n".join(expanded):
+            raise ValueError(f"{key}={pattern}: braces stand for numbers of shards, not for a part of https://")
     for url in all_urls:
         refuse_url(key, url)
     if not all_urls:

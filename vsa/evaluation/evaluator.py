@@ -17,7 +17,7 @@ from torch import Tensor
 from vsa.attention.denoising import DenoisingPlan
 from vsa.attention.kept_tiles import KeptTiles
 from vsa.checkpoints.run_checkpoint import Checkpoint
-from vsa.config import build
+from vsa.config import build, stored_data
 from vsa.data.batch import VideoBatch
 from vsa.diffusion.decile_means import DecileMeans
 from vsa.evaluation import feature_distance
@@ -276,7 +276,7 @@ def validation_loss(run: SamplingPipeline, state: Mapping[str, Any], *, batch_si
         raise ValueError(
             f"{run.source} was trained on {type(objective).__name__}, which has no validation loss: use --no-val-loss"
         )
-    data = build(state["config"]["data"])
+    data = stored_data(state["config"])
     data.setup()
     batches = data.val_dataloader()
     if not len(batches):
@@ -307,7 +307,7 @@ def held_out_latents(run: SamplingPipeline, config: Mapping[str, Any], latents: 
     """
     shape, real = latents.shape[1:], dict[str, Tensor]()
     refuse_few(len(latents), f"clips are drawn: --held-out {LEAST_CLIPS} draws them")
-    data = build(config["data"])
+    data = stored_data(config)
     data.setup()
     for batch in data.val_dataloader():
         if batch.latents.shape[1:] == shape and len(real) < most:

@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 
 from vsa.checkpoints.run_checkpoint import Checkpoint, list_checkpoints, read_checkpoint, resolve_checkpoint
 from vsa.checkpoints.sampling_settings import sampling_of
-from vsa.config import build, check_targets
+from vsa.config import stored_data
 from vsa.data.plan_datamodule import PlanDataModule
 from vsa.data.prompts import HELD_OUT_PROMPTS
 from vsa.errors import refuse_unwritable
@@ -133,8 +133,7 @@ def evaluate_run(
 
 def held_out_prompts(config: Mapping[str, Any], count: int) -> tuple[str, ...]:
     """The first captions of a run's held-out samples, empty without any."""
-    check_targets(config)
-    data = build(config["data"]) if count else None
+    data = stored_data(config) if count else None
     if not isinstance(data, PlanDataModule):
         return ()
     data.setup()

@@ -53,7 +53,7 @@ def class_defaults(settings: Mapping[str, Any]) -> dict[str, Any]:
             continue
         try:
             # an untrusted file must not import classes of other packages
-            check_targets({"_target_": target})
+            check_targets({group: {"_target_": target}})
             arguments = arguments_of(target_class(str(target)))
         except (ValueError, ImportError, AttributeError, TypeError):
             continue

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from vsa.config import build
+from vsa.config import stored_data
 from vsa.data.clip_rules import clip_size
 from vsa.data.codecs import WanVAE
 from vsa.data.plan import Shape
@@ -49,7 +49,7 @@ def held_out_frames(config: Mapping[str, Any]) -> FirstFrames:
 
     @cache
     def opened() -> Any:
-        data = build(config["data"])
+        data = stored_data(config)
         data.setup()
         return data
 

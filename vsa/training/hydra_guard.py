@@ -19,6 +19,7 @@ from hydra._internal.hydra import Hydra
 from hydra._internal.utils import create_config_search_path
 from hydra.core.config_search_path import ConfigSearchPath, SearchPathQuery
 from hydra.core.object_type import ObjectType
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import ConfigCompositionException, SearchPathException
 from hydra.plugins.config_source import ConfigResult
 from hydra.types import RunMode
@@ -29,6 +30,7 @@ from vsa.config_files import choices, config_folder
 from vsa.files import YAML_LIMIT, check_yaml, read_text
 from vsa.places import PLACE, leaves, place_of, refuse_inputs, run_folder_of
 from vsa.secrets import masked
+from vsa.trust import Key, refuse_other_references, refuse_untyped
 
 TARGETS = {
     "launcher": (
@@ -163,6 +165,7 @@ class CheckedLoader(ConfigLoaderImpl):
     def __init__(self, config_search_path: ConfigSearchPath) -> None:
         super().__init__(config_search_path=config_search_path)
         self.repository = _CheckedRepository(config_search_path=config_search_path)
+        self._command = ""
 
     def _load_configuration_impl(
         self, config_name: str | None, overrides: list[str], *args: Any, **kwargs: Any
@@ -187,17 +190,34 @@ class CheckedLoader(ConfigLoaderImpl):
             return self._load_configuration_impl(config_name, added, *args, **kwargs)
 
     def load_configuration(self, *args: Any, **kwargs: Any) -> DictConfig:
+        """Compose a config, in which values that were not typed may come from others (`vsa.trust`)."""
         cfg = super().load_configuration(*args, **kwargs)
+        # unresolved, since a typed value may refer to another setting
+        words: Any = OmegaConf.to_container(cfg.hydra.overrides, resolve=False)
+        typed = [*words["hydra"], *words["task"]]
+        # the first config is that of the command line; runs of a sweep have words of its file too
+        self._command = self._command or "\n".join(typed)
+        keys = [
+            ((*word.key_or_group.split("."), *inner), str(word.input_line).partition("=")[2] in self._command)
+            for word in OverridesParser.create(config_loader=self).parse_overrides(typed)
+            if isinstance(word.value(), dict) or not self.repository.group_exists(word.key_or_group)
+            # a typed mapping leaves other keys of a file as they are
+            for inner, _ in leaves(word.value())
+        ]
+
+        def is_typed(key: Key) -> bool:
+            return {is_own for top, is_own in keys if key[: len(top)] == top} == {True}
+
+        if (names := cfg.hydra.job.env_copy) and not is_typed(("hydra", "job", "env_copy", "0")):
+            raise ValueError(f"hydra.job.env_copy={names} stands in a file, which may not read the environment")
         check_hydra(cfg.hydra)
         run_folder_of(cfg)
-        # unresolved, since a typed value may refer to another setting
-        words: Any = OmegaConf.to_container(cfg.hydra.overrides.task, resolve=False)
-        typed = {str(word).lstrip("+").partition("=")[0] for word in words}
         if cfg.get("overwrite"):
-            if "overwrite" not in typed:
+            if not is_typed(("overwrite",)):
                 raise ValueError("overwrite=true stands in a file, expected it on the command line: it moves a run")
             folders = [str(each.path).partition("file://")[2] for each in self.config_search_path.get_path()]
             refuse_inputs(run_folder_of(cfg), map(Path, filter(None, folders)))
+        refuse_untyped([x for x in _leaves(cfg) if x[0][0] != "hydra" or x[0][1] == "sweeper"], is_typed)
         return cfg
 
 
@@ -221,7 +241,10 @@ class _CheckedRepository(ConfigRepository):
             # Hydra loads the class of this source twice, so isinstance would be False
             if source is not None and source.scheme() == "file":
                 path = Path(source.path, source._normalize_file_name(config_path))
-                check_yaml(read_text(path, limit=YAML_LIMIT), f"config file {path}")
+                check_yaml(text := read_text(path, limit=YAML_LIMIT), f"config file {path}")
+                # as a whole, since its list of defaults may refer to something too
+                top = () if "@package _global_" in text else tuple(config_path.split("/")[:-1])
+                refuse_other_references(yaml.safe_load(text), f"config file {path}: ", top)
             return super().load_config(config_path)
         except (yaml.YAMLError, UnicodeError) as error:
             raise ValueError(f"config file {config_path} cannot be read: {error}") from error

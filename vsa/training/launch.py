@@ -156,7 +156,8 @@ def refuse_unreadable(settings: Sequence[str]) -> None:
                 wanted = shlex.quote(dotted + equals + value)
                 raise ValueError(f"{word}: numbers of list items follow a dot: {wanted}") from None
             if not equals:
-                raise ValueError(f"{word}: expected KEY=VALUE, such as experiment={word}") from None
+                like = f"{word}=VALUE" if "." in word else f"experiment={word}"
+                raise ValueError(f"{word}: expected KEY=VALUE, such as {like}") from None
             text = value.replace('"', "")
             typed = re.sub(r"[^][,]+", lambda part: f'"{part[0].strip()}"', text) if text[:1] == "[" else f'"{text}"'
             wanted = shlex.quote(f"{key}={typed}")

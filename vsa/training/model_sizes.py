@@ -9,6 +9,7 @@ from omegaconf import DictConfig, OmegaConf
 from vsa.checkpoints.network_settings import DIFFUSERS, diffusers_settings, network_settings
 from vsa.checkpoints.run_checkpoint import resolve_checkpoint
 from vsa.checkpoints.weight_source import open_weights
+from vsa.config import check_targets
 from vsa.data.index import USUAL_FPS
 from vsa.data.sample_store import stored_index
 from vsa.integrations.diffusers.families import FAMILIES
@@ -40,6 +41,7 @@ def fill_model(cfg: DictConfig) -> None:
         elif (sizes := weights.run_config.get("model")) is None:
             sizes = network_settings(weights.config)
             sizes = sizes if sizes["_target_"] == DIFFUSERS else {"init": "wan", **sizes}
+    check_targets({"model": sizes})
     # the network that the weights belong to, which the file of settings cannot know
     target = sizes.get("_target_", node._target_)
     own = {key: value for key, value in node.items() if key != "sizes_from"}

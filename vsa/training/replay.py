@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from vsa.checkpoints.run_checkpoint import latest_checkpoint
-from vsa.config import build, build_task, check_targets
+from vsa.config import build_task, stored_data
 from vsa.data.batch import VideoBatch
 from vsa.files import check_kind
 from vsa.models.sharding import local
@@ -91,8 +91,7 @@ def replay_step(path: Path, *, accelerator: str = "auto") -> Replayed:
         batches += own
         recorded += losses
     cfg: Any = OmegaConf.create(dict(checkpoint.config))
-    check_targets(cfg)
-    datamodule = build(cfg.data)
+    datamodule = stored_data(checkpoint.config)
     start = RunStart(resume=checkpoint, config=checkpoint.state["config"])
     module = build_task(cfg, start=start)
     module.check_weights(datamodule)

@@ -56,17 +56,18 @@ class SparsityOverrides:
         # a config from an existing run has no group choices
         return cls(overrides=overrides, attention=str(hydra.runtime.choices.get("attention", "of this config")))
 
-    def refuse_without_selection(self, *, predicts: bool = False) -> None:
+    def refuse_without_selection(self, *, predicts: bool = False, rule: str | None = None) -> None:
         """Raise ValueError if an override is present; for attention that selects no tiles, or predicts them.
 
         Args:
             predicts: see `AttentionMethod.predicts`.
+            rule: what decides which tiles are kept, if that is a setting.
         """
-        reason = "has no top-k" if predicts else "selects no tiles"
+        reason = f"it{f's rule={rule}' if rule else ''} has no top-k" if predicts else "it selects no tiles"
         for override in self.overrides:
             says_nothing = override.startswith("~") or override.endswith("=null")
             if sets_tiles_kept(override, predicts=predicts) and not says_nothing:
-                raise ValueError(f"{override} does not apply to attention={self.attention}: it {reason}")
+                raise ValueError(f"{override} does not apply to attention={self.attention}: {reason}")
 
 
 NOTHING = SparsityOverrides()

@@ -284,7 +284,7 @@ def _check_model(cfg: DictConfig, datamodule: Any, typed: SparsityOverrides = NO
     with without_memory():
         model = model_factory(cfg)()
     if not model.selects:
-        typed.refuse_without_selection(predicts=model.predicts)
+        typed.refuse_without_selection(predicts=model.predicts, rule=cfg.attention.get("rule"))
     channels, problems = datamodule.codec.channels, []
     # image conditions need further input channels, which are compared with the data at the start of training
     conditioned = model.in_channels > channels == model.out_channels

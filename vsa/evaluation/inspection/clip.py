@@ -15,7 +15,7 @@ from vsa.checkpoints.exported_sparsity import ExportedSparsity
 from vsa.checkpoints.run_checkpoint import resolve_checkpoint
 from vsa.checkpoints.run_weights import Group
 from vsa.checkpoints.weight_source import is_run, open_network
-from vsa.config import build, check_targets
+from vsa.config import stored_data
 from vsa.data.captions import read_captions
 from vsa.data.clip_rules import ClipRules, clip_size
 from vsa.data.codecs import Codec, WanVAE
@@ -193,8 +193,7 @@ def _read_sample(run: SamplingPipeline, sample_id: str, caption: str | None) -> 
     neither = f"{sample_id!r} is neither a video file nor"
     if "_target_" not in data:
         raise ValueError(f"{neither} a sample id (run {run.source} has no data to look it up in)")
-    check_targets(data)
-    store: SampleStore = build(data).open_store()
+    store: SampleStore = stored_data({"data": data}).open_store()
     ids = [(source, name) for source, by_size in store.buckets.items() for names in by_size.values() for name in names]
     refs = [SampleRef(source=source, id=name) for source, name in ids if name == sample_id]
     if not refs:
