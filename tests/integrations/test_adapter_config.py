@@ -248,7 +248,7 @@ def saved_by_diffusers(folder: Path, form: str, **fields: Any) -> Path:
         return folder / "pytorch_lora_weights.safetensors"
     layers = peft.get_peft_model_state_dict(model)
     facts = {key: list(value) if isinstance(value, set) else value for key, value in config.to_dict().items()}
-    metadata = {} if form == "pipeline without" else {"transformer_lora_adapter_metadata": facts}
+    metadata: dict[str, Any] = {} if form == "pipeline without" else {"transformer_lora_adapter_metadata": facts}
     WanLoraLoaderMixin.save_lora_weights(str(folder), layers, **metadata)
     return folder / "pytorch_lora_weights.safetensors"
 
