@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import types
 from collections.abc import Callable
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
@@ -21,12 +20,12 @@ def typed(function: Function) -> Function:
 
     An integer is a number, but 2.5 and True are no integers, and an array of another library is no tensor.
     """
-    names = list(inspect.signature(function).parameters)
+    # in the order of the arguments, all of which are annotated
     kinds = {name: tuple(_kinds(hint)) for name, hint in get_type_hints(function).items()}
 
     @functools.wraps(function)
     def call(*args: Any, **named: Any) -> Any:
-        for name, x in (*zip(names, args, strict=False), *named.items()):
+        for name, x in (*zip(kinds, args, strict=False), *named.items()):
             own = kinds.get(name, (object,))
             for part in x if isinstance(x, tuple | list) and type(x) in own else (x,):
                 if not isinstance(part, own) or (isinstance(part, bool) and bool not in own):

@@ -166,16 +166,12 @@ ROWS = {
 }
 
 
-SLOW = pytest.mark.slow
+QUICK = (("texts around", 2), ("several samples", 64))
 
 
 @pytest.mark.parametrize(
     ("row", "topk"),
-    [
-        ("texts around", 2),
-        ("several samples", 64),
-        *(pytest.param(row, k, marks=SLOW) for row in ROWS for k in (2, 64)),
-    ],
+    [pytest.param(row, k, marks=() if (row, k) in QUICK else pytest.mark.slow) for row in ROWS for k in (2, 64)],
 )
 def test_a_layer_reports_the_pairs_of_its_video_in_every_kind_of_row(row, topk):
     segments, counted = ROWS[row], 0

@@ -54,7 +54,7 @@ class BlockMask:
 def masked_logits(q: Tensor, k: Tensor, mask: Tensor) -> Tensor:
     """`q k^T` `[..., M, N]`, -inf outside of the mask; in it NaN for a row or column `[..., D]` that is not finite.
 
-    Here and in `masked_product` entries outside of the mask do not meet, forward and backward: NaN there would reach
+    Here and in `MaskedProduct` entries outside of the mask do not meet, forward and backward: NaN there would reach
     others, because 0 * NaN is NaN. Finite values have the same bits as in plain products.
     """
     (q, damaged_q), (k, damaged_k) = _finite(q), _finite(k)
@@ -65,20 +65,22 @@ class MaskedProduct(torch.autograd.Function):
     """`weights x` `[..., M, D]`, of weights `[..., M, N]` that are 0 outside of the mask; NaN for a row in whose mask a
     weight is NaN or a row of x is not finite."""
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, weights: Tensor, x: Tensor, mask: Tensor) -> Tensor:
-        ctx.save_for_backward(weights, x, mask)
+    def forward(weights: Tensor, x: Tensor, mask: Tensor) -> Tensor:
         x, damaged = _finite(x)
         rows = (mask & (weights.isnan() | damaged.mT)).any(-1, keepdim=True)
         return (weights.masked_fill(rows | ~mask, 0) @ x).masked_fill(rows, torch.nan)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, Tensor, None]:
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         weights, x, mask = ctx.saved_tensors
-        return (grads[0] @ x.mT).masked_fill(~mask, 0), masked_product(weights.mT, grads[0], mask.mT), None
-
-
-masked_product: Any = MaskedProduct.apply
+        return (grads[0] @ x.mT).masked_fill(~mask, 0), MaskedProduct.apply(weights.mT, grads[0], mask.mT), None
 
 
 def _finite(x: Tensor) -> tuple[Tensor, Tensor]:

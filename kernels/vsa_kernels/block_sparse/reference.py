@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from vsa_kernels.block_index import token_places
-from vsa_kernels.block_sparse.mask import BlockMask, masked_product
+from vsa_kernels.block_sparse.mask import BlockMask, MaskedProduct
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scale: float) -> tuple[Tensor, Tensor]:
@@ -21,7 +21,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scale: float) -> t
     logits = _logits(qh, kh, pair_mask, scale)
     lse = torch.logsumexp(logits, dim=-1)
     p = logits.sub_(_finite(lse)[..., None]).exp_()
-    out = masked_product(_rounded(p, q.dtype), vh, pair_mask)
+    out = MaskedProduct.apply(_rounded(p, q.dtype), vh, pair_mask)
     return out.transpose(1, 2).to(q.dtype).contiguous(), lse
 
 
@@ -35,11 +35,11 @@ def backward(
     qh, kh, vh = _by_head(q, heads), _by_head(k, heads), _by_head(v, heads)
     dh = _by_head(dout, heads)
     p = _logits(qh, kh, pair_mask, scale).sub_(_finite(lse)[..., None]).exp_()
-    dv = masked_product(_rounded(p, q.dtype).transpose(-1, -2), dh, pair_mask.mT)
+    dv = MaskedProduct.apply(_rounded(p, q.dtype).transpose(-1, -2), dh, pair_mask.mT)
     dlogits = (dh @ vh.transpose(-1, -2)).sub_(delta[..., None]).mul_(p)
     dlogits = _rounded(dlogits, q.dtype)
-    dq = masked_product(dlogits, kh, pair_mask).mul_(scale)
-    dk = masked_product(dlogits.transpose(-1, -2), qh, pair_mask.mT).mul_(scale)
+    dq = MaskedProduct.apply(dlogits, kh, pair_mask).mul_(scale)
+    dk = MaskedProduct.apply(dlogits.transpose(-1, -2), qh, pair_mask.mT).mul_(scale)
     dk, dv = (x.reshape(B, kv_heads, heads // kv_heads, S, D).sum(2) for x in (dk, dv))
     return tuple(x.transpose(1, 2).to(q.dtype).contiguous() for x in (dq, dk, dv))  # type: ignore[return-value]
 

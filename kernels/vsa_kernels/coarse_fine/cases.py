@@ -15,7 +15,6 @@ def coarse_fine_attn(case: Case) -> Iterator[Call]:
     options = {**case.blocks, "topk": (case.kv_blocks.num + 1) // 2}
     leaves = [x.detach().requires_grad_() for x in (case.q, case.k, case.v)]
     coarse, fine = (normal(case, *case.q.shape) for _ in range(2))
-    place = torch.arange(case.q_blocks.num * case.kv_blocks.num, device=case.q.device)
-    candidates = place.view(case.q_blocks.num, case.kv_blocks.num) % 3 > 0
+    candidates = torch.arange(case.kv_blocks.num, device=case.q.device).expand(case.q_blocks.num, -1) % 2 == 0
     for gate, masks in ((fine, {}), (None, {}), (fine, {"candidates": candidates, "always": ~candidates})):
         yield Call(api.coarse_fine_attn, (*leaves, coarse, gate), {**options, **masks})

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from vsa_kernels.block_index import BlockIndex, Blocks, token_places
 from vsa_kernels.block_sparse import block_sparse_attn
-from vsa_kernels.block_sparse.mask import masked_logits, masked_product
+from vsa_kernels.block_sparse.mask import MaskedProduct, masked_logits
 from vsa_kernels.checks import check_scale
 from vsa_kernels.modes import lowered, without_autocast
 from vsa_kernels.pooling import block_mean_pool
@@ -108,7 +108,7 @@ def coarse_attn(
         q_mean = q_mean * scale
         scores = q_mean @ k_mean.mT if candidates is None else masked_logits(q_mean, k_mean, candidates)
         weights = scores.softmax(dim=-1)
-        coarse = weights @ v_mean if candidates is None else masked_product(weights, v_mean, candidates)
+        coarse = weights @ v_mean if candidates is None else MaskedProduct.apply(weights, v_mean, candidates)
     return CoarseOutput(coarse.transpose(1, 2).to(q.dtype), scores)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from vsa_kernels.block_index import BlockIndex, token_places
 from vsa_kernels.block_sparse import block_sparse_attn
-from vsa_kernels.block_sparse.mask import BlockMask, masked_logits, masked_product
+from vsa_kernels.block_sparse.mask import BlockMask, MaskedProduct, masked_logits
 from vsa_kernels.modes import without_autocast
 from vsa_kernels.pooling import block_mean_pool
 
@@ -44,7 +44,7 @@ def tail_attn(
         empty = (logits == -torch.inf).all(-1, keepdim=True)
         total = logits.masked_fill(empty, 0).logsumexp(-1, keepdim=True).masked_fill(empty, 0)
         weights = (logits - total).exp()
-        tail = masked_product(weights[..., 1:].to(q.dtype).to(wide), v_mean, rows)
+        tail = MaskedProduct.apply(weights[..., 1:].to(q.dtype).to(wide), v_mean, rows)
         out = weights[..., :1] * fine.transpose(1, 2).to(wide) + tail
     return out.transpose(1, 2).to(q.dtype), total.masked_fill(empty, -torch.inf)[..., 0].detach()
 
