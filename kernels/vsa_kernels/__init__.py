@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from inspect import isfunction
 from pathlib import Path
 
 from vsa_kernels.block_index import BlockIndex, Blocks
 from vsa_kernels.block_sparse import block_sparse_attn, block_sparse_attn_backward, block_sparse_kernels, merge_attn
+from vsa_kernels.checks import typed
 from vsa_kernels.coarse_fine import CoarseFineOutput, coarse_fine_attn
 from vsa_kernels.compile_cache import tag_caches
 from vsa_kernels.gathered import TileGroups, gathered_attn, group_tiles, longest_first
@@ -46,5 +48,8 @@ __all__ = [
     "tail_attn",
     "workspace_limit",
 ]
+
+# what users call: calls between the operators and the tests of their folders have no such check
+globals().update({name: typed(value) for name, value in globals().items() if name in __all__ and isfunction(value)})
 
 tag_caches(Path(__file__).parent)

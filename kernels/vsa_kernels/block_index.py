@@ -41,6 +41,8 @@ def pack(values: Any, *names: str) -> None:
     """Apply `packed` to the named tensors of a frozen dataclass, in its `__post_init__`; most are packed already."""
     for name in names:
         x = getattr(values, name)
+        if not isinstance(x, Tensor):
+            raise ValueError(f"{name} must be a Tensor, got {type(x).__name__}")
         if x.stride(-1) != 1:
             object.__setattr__(values, name, packed(x))
 
@@ -69,8 +71,8 @@ class Blocks:
     @classmethod
     def from_sizes(cls, sizes: Sequence[int], device: torch.device | str | None = None) -> Blocks:
         """Blocks of the given sizes, in order."""
-        if not sizes or min(sizes) < 1:
-            raise ValueError(f"expected at least one block and positive block sizes, got {list(sizes)}")
+        if not len(sizes) or not all(int(size) == size > 0 for size in sizes):
+            raise ValueError(f"expected at least one block and positive block sizes in whole tokens, got {list(sizes)}")
         total = torch.tensor([0, *sizes], dtype=torch.int64).cumsum(0)
         return cls(offsets=total.to(torch.int32).to(device), max_size=max(sizes), min_size=min(sizes))
 

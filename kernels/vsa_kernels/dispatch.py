@@ -33,12 +33,12 @@ def resolve_backend(name: str | None, device: torch.device, dtype: torch.dtype, 
         head_dim: D.
     """
     check_backend_name(name)
-    if name in ("reference", "gather"):
-        return name
+    # the interpreter runs only on request, in tests
+    if name in ("reference", "gather") or (name is None and device.type != "cuda"):
+        return name or "gather"
     refusal = (_cudnn_refusal if name == "cudnn" else _triton_refusal)(device, dtype, head_dim)
     if name is None:
-        # the interpreter runs only on request, in tests
-        return "triton" if refusal is None and device.type == "cuda" else "gather"
+        return "triton" if refusal is None else "gather"
     if refusal is not None:
         raise ValueError(f"backend {name} {refusal}")
     return name
@@ -56,6 +56,8 @@ def _triton_refusal(device: torch.device, dtype: torch.dtype, head_dim: int) -> 
         return f"takes bfloat16, float16 and float32, got {dtype}"
     if not 1 <= head_dim <= MAX_HEAD_DIM:
         return f"takes a head dim of at most {MAX_HEAD_DIM}, got {head_dim}"
+    if device.type != "meta" and not _has("triton"):
+        return "needs the package triton, which is not installed: set backend=gather or backend=reference"
     if not _can_launch(device):
         return f"needs a CUDA device of capability 8.0 or newer, or the environment TRITON_INTERPRET=1, got {device}"
     return None
@@ -64,7 +66,7 @@ def _triton_refusal(device: torch.device, dtype: torch.dtype, head_dim: int) -> 
 def _cudnn_refusal(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
     if not _is_hopper(device):
         return f"needs a GPU of compute capability 9.0, got {device}: set backend=triton"
-    if not _has_cudnn():
+    if not _has("cudnn"):
         return "needs the package nvidia-cudnn-frontend: pip install 'vsa-train[cudnn]'"
     if dtype != torch.bfloat16:
         return f"takes bfloat16, got {dtype}: cast q, k and v, or set backend=triton"
@@ -79,8 +81,8 @@ def _is_hopper(device: torch.device) -> bool:
 
 
 @torch.compiler.assume_constant_result
-def _has_cudnn() -> bool:
-    return importlib.util.find_spec("cudnn") is not None
+def _has(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
 
 
 @torch.compiler.assume_constant_result

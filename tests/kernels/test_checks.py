@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import re
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import vsa_kernels
 from torch import Tensor
 from vsa_kernels import (
     BlockIndex,
@@ -19,11 +21,15 @@ from vsa_kernels import (
     block_sparse_attn,
     gathered_attn,
     mean_scores,
+    merge_attn,
     select_topk,
+    set_workspace_limit,
     skipping_attn,
 )
 from vsa_kernels.coarse_fine import coarse_attn, coarse_fine_attn
 from vsa_kernels.coarse_fine.op import coarse_fine_bwd, coarse_fine_fwd
+from vsa_kernels.operators import OPERATORS
+from vsa_kernels.testing import make_case
 
 from vsa.attention.stats import tile_mass
 
@@ -233,3 +239,52 @@ def test_dtypes_of_index_tensors(name, message, device):
         fine[name] = fine[name].long()
     with pytest.raises(ValueError, match=message):
         block_sparse_attn(x, x, x, replace(index, **fine), kv_valid=valid, **sides)
+
+
+def wrong_values(x: Any) -> list[Any]:
+    """Values of other types than an argument's."""
+    if isinstance(x, Tensor):
+        return [x.detach().numpy(), x.tolist(), 2.5]
+    if isinstance(x, bool):
+        return [1, "yes"]
+    if isinstance(x, int):
+        return [2.5, True, str(x), [x]]
+    if isinstance(x, float):
+        return [str(x), [x], True]
+    if isinstance(x, tuple):
+        return [tuple(y.detach().numpy() if isinstance(y, Tensor) else y for y in x), x[0].detach().numpy(), "places"]
+    return [3, {"offsets": [0, 1]}, [x]]
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_arguments_of_other_types_are_refused_in_one_line(name):
+    case, operator = make_case([5, 3], [4, 7], batch=2, heads=2, head_dim=8, kv_valid=True), OPERATORS[name]
+    function = getattr(vsa_kernels, name)
+    *_, call = operator.cases(case)
+    own = {**dict(zip(inspect.signature(function).parameters, call.inputs, strict=False)), **call.options}
+    function(**own, backend="reference")
+    assert len(own) > 1
+    for argument, x in own.items():
+        for wrong in wrong_values(x) if x is not None else ():
+            with pytest.raises(ValueError, match=rf"^{argument} must be [^\n]+, got [^\n]+$"):
+                function(**{**own, argument: wrong}, backend="reference")
+
+
+def test_values_of_other_types_are_refused_in_one_line():
+    """The control, and what is no argument of an operator."""
+    lists = torch.zeros(1, 1, 1, 1, dtype=torch.int32)
+    index: dict[str, Any] = {"kv_indices": lists, "kv_num_blocks": lists[..., 0]}
+    assert BlockIndex(**index)
+    for name, x in index.items():
+        with pytest.raises(ValueError, match=f"^{name} must be a Tensor, got ndarray$"):
+            BlockIndex(**{**index, name: x.numpy()})
+    assert Blocks.from_sizes([2, 1]).num == 2
+    for sizes in ([2.5, 1], [0, 1], [-1, 2], []):
+        with pytest.raises(ValueError, match=r"^expected at least one block and positive block sizes in whole"):
+            Blocks.from_sizes(sizes)
+    with pytest.raises(ValueError, match=r"^outs must be Sequence\[Tensor\], got ndarray$"):
+        merge_attn([torch.zeros(1, 2, 3, 4).numpy()], [torch.zeros(1, 3, 2)])  # type: ignore[list-item]
+    with pytest.raises(ValueError, match=r"^limit must be int, got float$"):
+        set_workspace_limit(1.5)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"^scale must be finite, got nan$"):
+        mean_scores(torch.zeros(1, 2, 1, 4), torch.zeros(1, 2, 1, 4), scale=math.nan)

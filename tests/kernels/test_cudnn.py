@@ -229,9 +229,9 @@ def test_gpu_package_dtype_and_head_dim_are_named(monkeypatch):
         return str(error.value)
 
     assert refusal(here).endswith("needs a GPU of compute capability 9.0, got cpu: set backend=triton")
-    monkeypatch.setattr(dispatch, "_has_cudnn", lambda: False)
+    monkeypatch.setattr(dispatch, "_has", lambda package: False)
     assert refusal(there).endswith("needs the package nvidia-cudnn-frontend: pip install 'vsa-train[cudnn]'")
-    monkeypatch.setattr(dispatch, "_has_cudnn", lambda: True)
+    monkeypatch.setattr(dispatch, "_has", lambda package: True)
     assert "takes bfloat16, got torch.float16" in refusal(there, torch.float16)
     assert "takes a head dim of 128, got 64: set backend=triton" in refusal(there, head_dim=64)
     assert dispatch.resolve_backend("cudnn", there, torch.bfloat16, DIM) == "cudnn"

@@ -223,6 +223,7 @@ class AttentionMethod(nn.Module):
     @without_autocast
     def dense_parts(self, q: Tensor, k: Tensor, v: Tensor, ctx: AttnContext) -> dict[str, Tensor]:
         """Parts of the output of a dense layer: dense attention inside each sample."""
+        ctx.count_all(q)
         return {"out": dense_attn_per_sample(q, k, v, ctx.layout)}
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, ctx: AttnContext) -> dict[str, Tensor]:

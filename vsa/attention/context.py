@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -79,7 +80,8 @@ class AttnContext:
             selects nothing runs dense attention.
         selection: the selection of an earlier pass that this one reuses, set by `layer()`.
         recorder: recorder of the layers' internals; None in the hot path.
-        listed: int64 `[layers]`, or of one layer after `layer()`, which gets the pairs of its lists, see `count`.
+        slots: list to which `layer()` adds the int64 scalar of each layer of each row; None: pairs are not counted.
+        listed: the scalar of one layer, set by `layer()`, for the pairs of its lists, see `count`; -1 until then.
         division: the tokens of this rank, where others share the sample; None: it has all of them.
         across: the same in `attend`, which has some of the heads or queries, for budgets that other ranks share.
     """
@@ -91,6 +93,7 @@ class AttnContext:
     dense: bool = False
     selection: BlockIndex | None = None
     recorder: Recorder | None = None
+    slots: list[Tensor] | None = None
     listed: Tensor | None = None
     division: Division | None = None
     across: Division | None = None
@@ -119,13 +122,15 @@ class AttnContext:
 
     def layer(self, index: int) -> AttnContext:
         """The context of one layer: the top-k of all layers in a compiled block would recompile at every layer."""
-        topk, now = self.topk.layer(index), self.denoising
+        topk, now, listed = self.topk.layer(index), self.denoising, None
+        if self.slots is not None:
+            listed = torch.full((), -1, dtype=torch.int64, device=self.layout.device)
+            self.slots.append(listed)
         if now is None:
-            listed = None if self.listed is None else self.listed[index]
-            return replace(self, topk=topk, layer_idx=index, listed=listed)
+            return replace(self, topk=topk, layer_idx=index, slots=None, listed=listed)
         dense = now.dense or index in now.dense_layers
         topk = KeptTiles((self.layout.num_video_tiles,)) if dense else topk
-        ctx = replace(self, topk=topk, layer_idx=index, dense=dense)
+        ctx = replace(self, topk=topk, layer_idx=index, dense=dense, slots=None, listed=listed)
         if now.cache is None or now.refresh or dense:
             return ctx
         # read here, because a mapping would break the graph of a compiled block
@@ -154,20 +159,39 @@ class AttnContext:
         Every method selects through this function, so that selections are cached, reused and shared in one way.
         """
         if self.selection is not None:
+            self.count(self.selection)
             return self.selection
         index = choose(self.topk)
-        self.count(index)
         if self.denoising is not None and self.denoising.leaders is not None:
             index = _follow(index, self.denoising.leaders)
+        self.count(index)
         if self.denoising is not None and self.denoising.cache is not None:
             self.denoising.cache[self._place] = (self.topk.count, index)
         return index
 
     def count(self, index: BlockIndex) -> None:
-        """Write the number of query-key pairs of a layer's lists `[B, H, Nq, Kmax]` to `listed`, if a pass of videos
-        alone counts them; no sum, because the backward pass may compute a layer again."""
+        """Write the number of pairs of video tokens in a layer's lists `[B, H, Nq, Kmax]` to `listed`, if the pass
+        counts them; no sum, because the backward pass may compute a layer again. `Network.text_pairs` has the others.
+        """
         if self.listed is not None:
-            self.listed.copy_(listed_pairs(index, self.layout.video_blocks, self.layout.kv_blocks))
+            pairs = listed_pairs(index, self.layout.video_blocks, self.layout.kv_blocks)
+            rows = math.prod(index.kv_num_blocks.shape[:2])
+            self.listed.copy_(pairs - rows * self._video_pairs(self.layout.text_tokens))
+
+    def count_all(self, q: Tensor) -> None:
+        """Report, as `count`, a layer whose queries q `[B, L, H, D]` attend to all of the video of their sample."""
+        if self.listed is not None:
+            texts = self.layout.text_tokens
+            keys = [stop - start - n for (start, stop), n in zip(self.layout.sample_spans, texts, strict=True)]
+            self.listed.fill_(q.shape[0] * q.shape[2] * self._video_pairs(keys))
+
+    def _video_pairs(self, keys: Sequence[int]) -> int:
+        """Pairs of the video queries with a number of keys of each sample."""
+        spans, texts = self.layout.sample_spans, self.layout.text_tokens
+        if len(spans) == 1:
+            # a part has some of the queries
+            return sum(stop - start for start, stop in self.layout.video_spans) * keys[0]
+        return sum((stop - start - n) * k for (start, stop), n, k in zip(spans, texts, keys, strict=True))
 
     @property
     def _place(self) -> tuple[Any, ...]:

@@ -107,6 +107,7 @@ class PooledTail(SelectingAttention):
             return self._attend_eager(q, k, v, ctx)
         every = ctx.dense or (self.rule == "topk" and ctx.topk.samples is None and topk >= layout.num_video_tiles)
         if every and self.tail != "double_count" and ctx.recorder is None:
+            ctx.count_all(q)
             return {"out": dense_attn_per_sample(q, k, v, layout)}
         video, texts = layout.take_video(q), text_attn(q, k, v, layout)
         tiles: dict[str, Any] = {"q_blocks": layout.video_blocks, "kv_blocks": layout.blocks, "backend": self.backend}

@@ -81,6 +81,7 @@ class SparseLinearAttention(SelectingAttention):
         scores = self.scores(q, k, v, layout) if ctx.ranks else None
         if ctx.dense or (self.rule == "topk" and ctx.topk.samples is None and topk >= layout.num_video_tiles):
             index, out = dense_index(layout), dense_attn(q, k, v)
+            ctx.count_all(q)
         else:
             ranked = partial(with_damage_first, scores, k, v, layout)
             index = ctx.select(lambda topk: self.choose(ranked(), topk, ctx, logits_of=self.map_logits))

@@ -176,6 +176,7 @@ class StagedAttention(SelectingAttention):
                 parts["coarse"] = coarse.transpose(1, 2).to(q.dtype)
         if ctx.dense:
             parts["fine"] = dense_attn(q, k, v)
+            ctx.count_all(q)
             # all tiles include the window; it is needed only if it has its own gate
             window = window if "window" in self._gate_starts else None
             index = BlockIndex.from_dense(q.new_ones(1, 1, layout.blocks.num, layout.kv_blocks.num, dtype=torch.bool))
@@ -239,6 +240,8 @@ class StagedAttention(SelectingAttention):
             tile_visits = float(sizes @ (tiles - window.tiles.sum(1)).clamp(max=selected_tiles).double())
         selected = tile_visits * tokens / tiles
         if self.joined:
+            # where lists are counted apart, they hold the window
+            local = local if topk else 0.0
             return total + (selected if self.window_budget == "within" else min(selected + local, tokens**2))
         return total + local + selected
 

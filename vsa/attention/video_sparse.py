@@ -137,6 +137,7 @@ class VideoSparseAttention(SelectingAttention):
             coarse_of_video = coarse
         if ctx.dense or (self.selects and ctx.topk.samples is None and topk >= layout.num_video_tiles):
             fine = dense_attn_per_sample(q, k, v, layout)
+            ctx.count_all(q)
         else:
             # ranked by logits, not by probabilities: the same order, without ties where the softmax underflows
             scores, logits_of = logits, lambda scores: scores

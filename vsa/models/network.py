@@ -226,11 +226,9 @@ class Network(nn.Module):
         ctx = AttnContext(layout=layout, topk=kept, denoising=denoising, recorder=recorder, division=division)
         if (tally := self.tally) is None:
             return self.velocity(x, timestep, text, text_mask, image_embeds, ctx)
-        # a layer that selects nothing in this pass is dense
         each = len(x) * (self.num_heads * layout.num_tokens**2 if division is None else division.pairs(self.num_heads))
-        listed = torch.full((layers,), each, dtype=torch.int64, device=x.device)
-        out = self.velocity(x, timestep, text, text_mask, image_embeds, replace(ctx, listed=listed))
-        tally.add(listed, layers * each)
+        out = self.velocity(x, timestep, text, text_mask, image_embeds, replace(ctx, slots=(slots := [])))
+        tally.add(slots, layers, layers * each)
         return out
 
     def division_of(self, layout: TileLayout) -> Division | None:

@@ -61,7 +61,12 @@ class MeasuredFlops:
         while self._arriving:
             parts, line = self._arriving.pop(0)
             for head_dim, copy, dense in parts:
-                forward, both = copy.read().tolist()
+                forward, both, silent = copy.read().tolist()
+                if silent:
+                    raise ValueError(
+                        f"{silent} calls of attention layers whose pairs are measured reported none: FLOPs are unknown "
+                        "until such a layer calls ctx.select or ctx.count"
+                    )
                 # 4 D a pair, and 2.5 times as many again in a backward
                 self.total += 2 * head_dim * (2 * forward + 7 * both)
                 self._window = [self._window[0] + forward + both, self._window[1] + dense]

@@ -32,7 +32,7 @@ def block_sparse_attn(case: Case) -> Iterator[Call]:
             yield Call(_attend, (*leaves, index), {**case.blocks, "kv_valid": valid})
 
 
-def _attend(*inputs: Any, **options: Any) -> tuple[Tensor, Tensor]:
-    out, lse = api.block_sparse_attn(*inputs, **options)
+def _attend(q: Tensor, k: Tensor, v: Tensor, index: BlockIndex, **options: Any) -> tuple[Tensor, Tensor]:
+    out, lse = api.block_sparse_attn(q, k, v, index, **options)
     # finite in rows without blocks too
     return out, lse.exp()

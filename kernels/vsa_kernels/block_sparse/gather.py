@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from vsa_kernels.block_index import Blocks, by_block, token_places
-from vsa_kernels.block_sparse.mask import BlockMask, existing
+from vsa_kernels.block_sparse.mask import BlockMask
 
 # Bytes of one chunk's buffers. On a CPU they should stay in the cache between the passes over them; a GPU wants enough
 # rows to fill it.
@@ -196,7 +196,11 @@ def _inside(mask: BlockMask) -> Tensor:
 
 def _kv_table(x: Tensor, mask: BlockMask, lists: _Lists) -> Tensor:
     # [B * Hkv * stride, bk, D]: the blocks of each kv head, and a spare block of zeros when list entries may be unused
-    return _block_table(existing(x, mask), mask.kv_blocks, lists.stride)
+    if mask.kv_valid is not None:
+        # tokens past `kv_valid` may hold NaN, and 0 * NaN would be NaN
+        block, place = token_places(mask.kv_blocks, x.shape[1])
+        x = x.masked_fill((place >= mask.kv_valid[:, block])[..., None, None], 0)
+    return _block_table(x, mask.kv_blocks, lists.stride)
 
 
 def _block_table(x: Tensor, blocks: Blocks, stride: int | None = None) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vsa_kernels.block_index import BlockIndex, Blocks, token_places
+from vsa_kernels.block_index import BlockIndex, Blocks
 
 _INDEX, _BLOCKS = (tuple(field.name for field in fields(kind)) for kind in (BlockIndex, Blocks))
 
@@ -51,12 +51,41 @@ class BlockMask:
         return cls(index=index, q_blocks=q_blocks, kv_blocks=kv_blocks, kv_valid=flat[-1])
 
 
-def existing(x: Tensor, mask: BlockMask) -> Tensor:
-    """Keys or values `[B, S, Hkv, D]` with 0 past `kv_valid`, where they may hold NaN and 0 * NaN would be NaN."""
-    if mask.kv_valid is None:
-        return x
-    block, place = token_places(mask.kv_blocks, x.shape[1])
-    return x.masked_fill((place >= mask.kv_valid[:, block])[..., None, None], 0)
+def masked_logits(q: Tensor, k: Tensor, mask: Tensor) -> Tensor:
+    """`q k^T` `[..., M, N]`, -inf outside of the mask; in it NaN for a row or column `[..., D]` that is not finite.
+
+    Here and in `MaskedProduct` entries outside of the mask do not meet, forward and backward: NaN there would reach
+    others, because 0 * NaN is NaN. Finite values have the same bits as in plain products.
+    """
+    (q, damaged_q), (k, damaged_k) = _finite(q), _finite(k)
+    return (q @ k.mT).masked_fill(damaged_q | damaged_k.mT, torch.nan).masked_fill(~mask, -torch.inf)
+
+
+class MaskedProduct(torch.autograd.Function):
+    """`weights x` `[..., M, D]`, of weights `[..., M, N]` that are 0 outside of the mask; NaN for a row in whose mask a
+    weight is NaN or a row of x is not finite."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(weights: Tensor, x: Tensor, mask: Tensor) -> Tensor:
+        x, damaged = _finite(x)
+        rows = (mask & (weights.isnan() | damaged.mT)).any(-1, keepdim=True)
+        return (weights.masked_fill(rows | ~mask, 0) @ x).masked_fill(rows, torch.nan)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        weights, x, mask = ctx.saved_tensors
+        return (grads[0] @ x.mT).masked_fill(~mask, 0), MaskedProduct.apply(weights.mT, grads[0], mask.mT), None
+
+
+def _finite(x: Tensor) -> tuple[Tensor, Tensor]:
+    damaged = ~x.isfinite().all(-1, keepdim=True)
+    return x.masked_fill(damaged, 0), damaged
 
 
 def lse_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -10,18 +10,18 @@ import torch
 from torch import Tensor
 
 from vsa_kernels.block_index import token_places
-from vsa_kernels.block_sparse.mask import BlockMask, existing
+from vsa_kernels.block_sparse.mask import BlockMask, MaskedProduct
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scale: float) -> tuple[Tensor, Tensor]:
     """Outputs `[B, L, H, D]` and lse `[B, H, L]` of `block_sparse_attn`."""
     heads = q.shape[2]
     pair_mask = token_mask(mask, q.shape[1], k.shape[1])
-    qh, kh, vh = _by_head(q, heads), _by_head(existing(k, mask), heads), _by_head(existing(v, mask), heads)
+    qh, kh, vh = _by_head(q, heads), _by_head(k, heads), _by_head(v, heads)
     logits = _logits(qh, kh, pair_mask, scale)
     lse = torch.logsumexp(logits, dim=-1)
     p = logits.sub_(_finite(lse)[..., None]).exp_()
-    out = _rounded(p, q.dtype) @ vh
+    out = MaskedProduct.apply(_rounded(p, q.dtype), vh, pair_mask)
     return out.transpose(1, 2).to(q.dtype).contiguous(), lse
 
 
@@ -32,14 +32,14 @@ def backward(
     B, S, kv_heads, D = k.shape
     heads = q.shape[2]
     pair_mask = token_mask(mask, q.shape[1], S)
-    qh, kh, vh = _by_head(q, heads), _by_head(existing(k, mask), heads), _by_head(existing(v, mask), heads)
+    qh, kh, vh = _by_head(q, heads), _by_head(k, heads), _by_head(v, heads)
     dh = _by_head(dout, heads)
     p = _logits(qh, kh, pair_mask, scale).sub_(_finite(lse)[..., None]).exp_()
-    dv = _rounded(p, q.dtype).transpose(-1, -2) @ dh
+    dv = MaskedProduct.apply(_rounded(p, q.dtype).transpose(-1, -2), dh, pair_mask.mT)
     dlogits = (dh @ vh.transpose(-1, -2)).sub_(delta[..., None]).mul_(p)
     dlogits = _rounded(dlogits, q.dtype)
-    dq = (dlogits @ kh).mul_(scale)
-    dk = (dlogits.transpose(-1, -2) @ qh).mul_(scale)
+    dq = MaskedProduct.apply(dlogits, kh, pair_mask).mul_(scale)
+    dk = MaskedProduct.apply(dlogits.transpose(-1, -2), qh, pair_mask.mT).mul_(scale)
     dk, dv = (x.reshape(B, kv_heads, heads // kv_heads, S, D).sum(2) for x in (dk, dv))
     return tuple(x.transpose(1, 2).to(q.dtype).contiguous() for x in (dq, dk, dv))  # type: ignore[return-value]
 

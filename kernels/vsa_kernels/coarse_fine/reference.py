@@ -16,6 +16,7 @@ from torch import Tensor
 
 from vsa_kernels.block_index import BlockIndex, Blocks, token_places
 from vsa_kernels.block_sparse import block_sparse_attn
+from vsa_kernels.block_sparse.mask import MaskedProduct, masked_logits
 from vsa_kernels.checks import check_scale
 from vsa_kernels.modes import lowered, without_autocast
 from vsa_kernels.pooling import block_mean_pool
@@ -104,10 +105,10 @@ def coarse_attn(
         k_mean, v_mean = k_mean.repeat_interleave(group, dim=1), v_mean.repeat_interleave(group, dim=1)
     # the means, and the scores that rank the blocks, are fp32 whatever the dtype of the tokens
     with without_autocast(q.device):
-        scores = (q_mean * scale) @ k_mean.transpose(-1, -2)
-        if candidates is not None:
-            scores = scores.masked_fill(~candidates, -math.inf)
-        coarse = scores.softmax(dim=-1) @ v_mean
+        q_mean = q_mean * scale
+        scores = q_mean @ k_mean.mT if candidates is None else masked_logits(q_mean, k_mean, candidates)
+        weights = scores.softmax(dim=-1)
+        coarse = weights @ v_mean if candidates is None else MaskedProduct.apply(weights, v_mean, candidates)
     return CoarseOutput(coarse.transpose(1, 2).to(q.dtype), scores)
 
 

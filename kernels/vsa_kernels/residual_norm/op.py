@@ -80,7 +80,8 @@ residual_norm_bwd.register_fake(_backward_like)
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     x, update, update_bias, gate, weight, bias, _, order, split = inputs
     total, _, mean, rstd = output
-    _, _, update_bias_needed, gate_needed, *parameters_needed, _, _, _ = ctx.needs_input_grad
+    # from the front: arguments at the end that a call leaves out are missing here
+    update_bias_needed, gate_needed, *parameters_needed = ctx.needs_input_grad[2:6]
     # frozen parameters need no sums, and a frozen gate not the update
     ctx.save_for_backward(
         x if update is None else total,

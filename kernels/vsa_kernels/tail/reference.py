@@ -13,7 +13,7 @@ from torch import Tensor
 
 from vsa_kernels.block_index import BlockIndex, token_places
 from vsa_kernels.block_sparse import block_sparse_attn
-from vsa_kernels.block_sparse.mask import BlockMask
+from vsa_kernels.block_sparse.mask import BlockMask, MaskedProduct, masked_logits
 from vsa_kernels.modes import without_autocast
 from vsa_kernels.pooling import block_mean_pool
 
@@ -35,16 +35,16 @@ def tail_attn(
     k_mean, v_mean = (block_mean_pool(x, mask.kv_blocks).to(q.dtype).to(wide).transpose(1, 2) for x in (k, v))
     k_mean, v_mean = (x.repeat_interleave(q.shape[2] // k.shape[2], dim=1) for x in (k_mean, v_mean))
     with without_autocast(q.device):
-        logits = (q.transpose(1, 2).to(wide) * scale) @ k_mean.transpose(-1, -2)
+        block, _ = token_places(mask.q_blocks, q.shape[1])
+        rows = in_tail(mask.index, mask.kv_blocks.num, candidates, exclude)[:, :, block]
+        logits = masked_logits(q.transpose(1, 2).to(wide) * scale, k_mean, rows)
         logits = logits + mask.kv_blocks.sizes.to(logits.dtype).log()
-        rows = in_tail(mask.index, mask.kv_blocks.num, candidates, exclude)
-        logits = logits.masked_fill(~rows[:, :, token_places(mask.q_blocks, q.shape[1])[0]], -torch.inf)
         logits = torch.cat((lse[..., None], logits), dim=-1)
         # 0 in the place of -inf keeps the weights and gradients of a query with neither at 0
         empty = (logits == -torch.inf).all(-1, keepdim=True)
         total = logits.masked_fill(empty, 0).logsumexp(-1, keepdim=True).masked_fill(empty, 0)
         weights = (logits - total).exp()
-        tail = weights[..., 1:].to(q.dtype).to(wide) @ v_mean
+        tail = MaskedProduct.apply(weights[..., 1:].to(q.dtype).to(wide), v_mean, rows)
         out = weights[..., :1] * fine.transpose(1, 2).to(wide) + tail
     return out.transpose(1, 2).to(q.dtype), total.masked_fill(empty, -torch.inf)[..., 0].detach()
 

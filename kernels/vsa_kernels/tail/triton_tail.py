@@ -86,13 +86,19 @@ def _tail_bias(tail, log_sizes, first, BLOCK: tl.constexpr):
     return tl.where(tl.load(tail + o_n) != 0, tl.load(log_sizes + o_n), -float("inf"))
 
 
+@triton.jit
+def _in_tail(x, b_bias, ISOLATED: tl.constexpr):
+    """x `[BLOCK, columns]`, isolated with 0 for blocks outside of the tail, whose NaN would pass through 0 * NaN."""
+    return tl.where(b_bias[:, None] > -float("inf"), x, 0.0) if ISOLATED else x
+
+
 @triton.jit(do_not_specialize=["L", "H", "num_q", "num_kv"])
 def _tail_fwd_kernel(
     q, k_mean, v_mean, out, lse, tail, log_sizes, q_offsets, factor, q_b, q_l, q_h, o_b, o_l, tail_b, tail_h,
     L, H, num_q, num_kv,
     GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, Q_PARTS: tl.constexpr,
     Q_SIZE: tl.constexpr, EVEN_Q: tl.constexpr, BLOCK_N: tl.constexpr, DESC: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, ISOLATED: tl.constexpr,
 ):  # fmt: skip
     i_tile, i_bh = tl.program_id(0) % (num_q * Q_PARTS), tl.program_id(0) // (num_q * Q_PARTS)
     i_b, i_h = i_bh // H, i_bh % H
@@ -111,6 +117,7 @@ def _tail_fwd_kernel(
         b_k = _load_means(k_mean, i_b, i_h // GROUP, first, num_kv, H // GROUP, D, BLOCK_N, BLOCK_D, DESC)
         b_v = _load_means(v_mean, i_b, i_h // GROUP, first, num_kv, H // GROUP, D, BLOCK_N, BLOCK_D, DESC)
         b_bias = _tail_bias(p_tail, log_sizes, first, BLOCK_N)
+        b_k, b_v = _in_tail(b_k, b_bias, ISOLATED), _in_tail(b_v, b_bias, ISOLATED)
         # [BLOCK_M, BLOCK_N]
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * factor + b_bias[None, :]
         b_new = tl.maximum(b_max, tl.max(b_s, 1))
@@ -143,7 +150,7 @@ def _tail_dq_kernel(
     q_b, q_l, q_h, do_b, do_l, do_h, dq_b, dq_l, tail_b, tail_h, L, H, num_q, num_kv,
     GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, Q_PARTS: tl.constexpr,
     Q_SIZE: tl.constexpr, EVEN_Q: tl.constexpr, BLOCK_N: tl.constexpr, DESC: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, ISOLATED: tl.constexpr,
 ):  # fmt: skip
     i_tile, i_bh = tl.program_id(0) % (num_q * Q_PARTS), tl.program_id(0) // (num_q * Q_PARTS)
     i_b, i_h = i_bh // H, i_bh % H
@@ -159,6 +166,7 @@ def _tail_dq_kernel(
         b_k = _load_means(k_mean, i_b, i_h // GROUP, first, num_kv, H // GROUP, D, BLOCK_N, BLOCK_D, DESC)
         b_v = _load_means(v_mean, i_b, i_h // GROUP, first, num_kv, H // GROUP, D, BLOCK_N, BLOCK_D, DESC)
         b_bias = _tail_bias(p_tail, log_sizes, first, BLOCK_N)
+        b_k, b_v = _in_tail(b_k, b_bias, ISOLATED), _in_tail(b_v, b_bias, ISOLATED)
         # [BLOCK_M, BLOCK_N]
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * factor + b_bias[None, :]
         b_dp = tl.dot(b_do, tl.trans(b_v), input_precision=PRECISION)
@@ -175,7 +183,7 @@ def _tail_dkv_kernel(
     q_b, q_l, q_h, do_b, do_l, do_h, tail_b, tail_h, L, H, num_q, num_kv, rows,
     GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, Q_PARTS: tl.constexpr,
     Q_SIZE: tl.constexpr, EVEN_Q: tl.constexpr, BLOCK_N: tl.constexpr, DESC: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, ISOLATED: tl.constexpr,
 ):  # fmt: skip
     # means of one head run side by side and share its queries in L2
     columns, Hkv = tl.cdiv(num_kv, BLOCK_N), H // GROUP
@@ -202,12 +210,16 @@ def _tail_dkv_kernel(
             )  # fmt: skip
             b_lse, b_delta = _load_stats(lse, delta, (i_b.to(tl.int64) * H + i_h) * L + start, size, BLOCK_M)
             b_bias = _tail_bias(p_tail + i_n.to(tl.int64) * num_kv, log_sizes, first, BLOCK_N)
+            if ISOLATED:
+                # a query that is not finite has lse or delta NaN, by which it reaches the means of its own tail
+                b_fine = tl.sum((b_q - b_q + b_do - b_do).to(tl.float32), 1)[:, None] == 0
+                b_q, b_do = tl.where(b_fine, b_q, 0.0), tl.where(b_fine, b_do, 0.0)
             # [BLOCK_N, BLOCK_M]
             b_s = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION) * factor + b_bias[:, None]
-            b_p = tl.math.exp2(b_s - b_lse[None, :])
+            b_p = _in_tail(tl.math.exp2(b_s - b_lse[None, :]), b_bias, ISOLATED)
             b_dv = tl.dot(b_p.to(b_do.dtype), b_do, b_dv, input_precision=PRECISION)
             b_dp = tl.dot(b_v, tl.trans(b_do), input_precision=PRECISION)
-            b_ds = b_p * (b_dp - b_delta[None, :])
+            b_ds = _in_tail(b_p * (b_dp - b_delta[None, :]), b_bias, ISOLATED)
             b_dk = tl.dot(b_ds.to(b_q.dtype), b_q, b_dk, input_precision=PRECISION)
     # partial sums [ranges, B, Nkv, Hkv, D]
     to_b, to_l = num_kv * Hkv * D, Hkv * D
@@ -226,7 +238,9 @@ class _Call:
         self, q: Tensor, k_mean: Tensor, v_mean: Tensor, mask: BlockMask, candidates: Tensor | None, exclude: bool,
         scale: float,
     ):  # fmt: skip
-        self.q, self._mask, self._group = rows_ready(q), mask, q.shape[2] // k_mean.shape[2]
+        self.q, self._mask = rows_ready(q), mask
+        # without candidates a row sees every block, in its list or in its tail
+        self._fixed = {"GROUP": q.shape[2] // k_mean.shape[2], "ISOLATED": candidates is not None}
         more = -mask.kv_blocks.num % max(config(x, q.shape[3], q.dtype, q.device)["BLOCK_N"] for x in _KERNELS)
         self.means = [pad(x.to(q.dtype), (0, 0, 0, 0, 0, more)) for x in (k_mean, v_mean)]
         tail = _tail_map(mask, candidates, exclude, more)
@@ -261,7 +275,7 @@ class _Call:
         blocks, options = self._mask.q_blocks, config(kernel, D, self.q.dtype, self.q.device)
         tiles = Tiles.of((blocks.num, blocks.max_size, blocks.min_size), L, options.pop("BLOCK_M"))
         return tiles, {
-            "GROUP": self._group, "D": D, "BLOCK_D": max(16, next_power_of_2(D)), "BLOCK_M": tiles.block,
+            **self._fixed, "D": D, "BLOCK_D": max(16, next_power_of_2(D)), "BLOCK_M": tiles.block,
             "Q_PARTS": tiles.parts, "Q_SIZE": tiles.size, "EVEN_Q": tiles.even, "PRECISION": "ieee", **options,
         }  # fmt: skip
 

@@ -89,9 +89,10 @@ class FineGrainedAttention(AttentionMethod):
         index = ctx.select(lambda _: self._select(video, k, v, layout))
         groups = self._groups(index, layout)
         how: dict[str, Any] = {"q_blocks": layout.video_blocks, "kv_blocks": layout.kv_blocks}
-        if training:
+        if training or ctx.listed is not None:
             attended = groups.tile_index(layout.video_blocks.num, layout.kv_blocks.num)
             ctx.count(attended)
+        if training:
             out = block_sparse_attn(video, k, v, attended, **how, backend=self.backend)[0]
         else:
             out = gathered_attn(video, k, v, groups, **how, backend=self.backend)[0]

@@ -247,7 +247,7 @@ def joint_groups(
         topk = ctx.topk
         if samples is not None and topk.samples is not None:
             topk = replace(topk, samples=topk.samples[:, samples])
-        own = replace(row_of(length), topk=topk, listed=None)
+        own = replace(row_of(length), topk=topk)
         return Group(samples, video + length, own)
 
     lengths = [text] if mask is None else mask.sum(1).tolist()
