@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import sys
 from collections.abc import Iterator
@@ -24,7 +23,6 @@ from vsa.cli.push import push as push_command
 from vsa.data.codecs import HaarCodec
 from vsa.data.shard_writer import ShardWriter
 from vsa.data.text import HashedNgramEncoder
-from vsa.reports.hub import files_in
 from vsa.reports.model_card import own_settings
 from vsa.sampling.clip_folder import samples_folder
 from vsa.sampling.pipeline import clip_seeds, load_run, sample_latents
@@ -172,55 +170,6 @@ def test_a_hub_gets_one_commit_and_gives_the_model_back(hub, tmp_path, capsys, c
     assert hub.files("me/first") == files
 
 
-def test_a_folder_of_an_earlier_push_is_brought_up_to_date(tmp_path, command_line, capsys):
-    run, place = make_run(tmp_path / "run", absolute=True), tmp_path / "repo"
-    push(run, place)
-    (place / "LICENSE").write_text("mine")
-    before = files_in(place)
-    # the other layout: nothing of the first push stays, or a reader would take it
-    push(other := make_run(tmp_path / "other"), place)
-    assert not (place / "checkpoints").exists()
-    assert (place / "LICENSE").read_text() == "mine"
-    assert torch.equal(latents_of(place), latents_of(other))
-    # a card that was changed by hand stays until it may go
-    (place / "README.md").write_text("mine")
-    changed = files_in(place)
-    status, out, err = command_line("push", str(run), str(place))
-    assert (status, err) == (
-        1,
-        "error: no push wrote README.md: choose another place, or change these files with --replace\n",
-    )
-    assert "replaces README.md\n" in out
-    assert files_in(place) == changed
-    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
-    push(run, place, "--replace")
-    assert files_in(place).keys() == before.keys()
-
-
-@pytest.mark.parametrize("name", ["../notes.txt", "{tmp}/notes.txt", "link", "card/../../notes.txt"])
-@pytest.mark.slow
-def test_a_record_that_was_tampered_with_reaches_nothing_outside(name, tmp_path):
-    run, place, notes = make_run(tmp_path / "run"), tmp_path / "repo", tmp_path / "notes.txt"
-    push(run, place)
-    notes.write_text("mine")
-    (place / "link").symlink_to(notes)
-    record = json.loads((place / RECORD).read_text())
-    record["files"][name.format(tmp=tmp_path)] = files_in(tmp_path)["notes.txt"]
-    (place / RECORD).write_text(json.dumps(record))
-    push(run, place)
-    assert notes.read_text() == "mine"
-    assert (place / "link").is_symlink()
-    # a link in the place of a folder is not written through
-    (tmp_path / "elsewhere").mkdir()
-    (place / "card").rename(tmp_path / "card")
-    (place / "card").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(ValueError, match="no push wrote card"):
-        push(run, place)
-    push(run, place, "--replace")
-    assert not list((tmp_path / "elsewhere").iterdir())
-    assert (place / "card" / "loss.png").is_file()
-
-
 @pytest.mark.slow
 def test_clips_of_a_pushed_model_are_not_put_into_it(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -279,7 +228,7 @@ LOCAL = {"_target_": "vsa.data.codecs.WanVAE", "source": "/models/wan"}
         (("{tmp}/run", "{tmp}/run/checkpoints"), "{tmp}/run/checkpoints already exists"),
         (("{tmp}/run", "{tmp}/run/checkpoints/new"), "{tmp}/run/checkpoints/new is inside a run, {tmp}/run"),
         (("{tmp}/run", "run/new", "--replace"), "run/new is inside a run, {tmp}/run"),
-        (("{tmp}/run", "{tmp}/local", "--replace"), "{tmp}/local is inside a run, {tmp}/local"),
+        (("{tmp}/run", "{tmp}/local", "--replace"), "{tmp}/local already exists"),
         *((("{tmp}/run", name), f"{name} is no OWNER/NAME of the hub") for name in NO_TARGETS),
         (("{tmp}/run", "{tmp}/out", "--pretrained", "not a hub id"), "--pretrained not a hub id: expected OWNER/NAME"),
         (("{tmp}/run", "{tmp}/out", "--pretrained", "local/checkpoints"), "--pretrained local/checkpoints: expected"),

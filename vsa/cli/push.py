@@ -11,10 +11,10 @@ from vsa.cli.options import Group, option
 
 def push(
     run: Annotated[str, Argument(help="run folder (newest checkpoint) or checkpoint folder")],
-    repo: Annotated[str, Argument(help="OWNER/NAME on the Hugging Face hub, or a folder (./NAME)")],
+    repo: Annotated[str, Argument(help="OWNER/NAME on the Hugging Face hub, or a new folder (./NAME)")],
     license: Annotated[str, option("licence of the weights, an identifier of the hub: apache-2.0, ...")] = "unknown",
     private: Annotated[bool, option("the repository is private, a new one is made so", "--private")] = False,
-    replace: Annotated[bool, option("also change files that no push wrote", "--replace")] = False,
+    replace: Annotated[bool, option("also change files of the repository that no push wrote", "--replace")] = False,
     dry_run: Annotated[bool, option("print files and model card, publish nothing", "--dry-run")] = False,
     weights: Annotated[Group | None, option("averaged (if any) or trained weights")] = None,
     pretrained: Annotated[

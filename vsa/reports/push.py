@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import re
-from collections.abc import Callable, Collection
-from contextlib import suppress
-from pathlib import Path, PurePosixPath
+from collections.abc import Callable
+from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from vsa.checkpoints.published import RECORD, weights_to_publish, write_published
+from vsa.checkpoints.published import weights_to_publish, write_published
 from vsa.checkpoints.run_checkpoint import resolve_checkpoint
 from vsa.checkpoints.run_folder import refuse_inside_run
 from vsa.checkpoints.run_weights import Group
 from vsa.checkpoints.weight_files import HUB_ID, refuse_existing
 from vsa.checkpoints.weight_source import is_run
-from vsa.files import flush_to_disk, writing
-from vsa.reports.hub import changes, files_in, hub_client, publish, read_record, write_record
+from vsa.files import atomic_folder
+from vsa.reports.hub import files_in, hub_client, publish, write_record
 from vsa.reports.model_card import CARD, write_card
 
 UNKNOWN = "unknown"
@@ -39,11 +37,11 @@ def push(
 
     Args:
         run: run folder (newest checkpoint) or checkpoint folder.
-        repo: OWNER/NAME on the hub, or a folder, see `_folder_named`; one that exists must be of an earlier push.
+        repo: OWNER/NAME on the hub, or a folder that does not exist yet, see `_folder_named`.
         weights: averaged or trained weights; None: averaged ones if there are any.
         license: licence of the weights, an identifier of the hub.
         private: whether the repository is private.
-        replace: whether files change that no push wrote, see `changes`.
+        replace: whether files of the repository change that no push wrote, see `changes`.
         pretrained: hub id that replaces a local folder of codec and text encoder.
         dry_run: whether files and model card are only printed.
         tell: function called with lines for the user.
@@ -57,23 +55,17 @@ def push(
     place = _folder_named(repo)
     if private and place is not None:
         raise ValueError(f"--private applies to repositories of the hub (OWNER/NAME), got the folder {repo}")
-    recorded = {} if place is None else read_record(place / RECORD)
     if place is not None:
-        if not (recorded or (replace and place.is_dir())):
-            refuse_existing(place)
-        refuse_inside_run(place.parent if recorded else place, repo)
+        refuse_existing(place)
+        refuse_inside_run(place, repo)
     if not is_run(run):
         raise ValueError(f"{run} is not a run: expected a run folder with checkpoints, or a checkpoint folder")
     source = weights_to_publish(resolve_checkpoint(run), weights, pretrained)
     api = hub_client(repo) if place is None else None
 
-    # beside a folder, so that its files are only renamed
-    beside = None if place is None or dry_run else place.parent
-    if beside is not None:
-        beside.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(prefix=".vsa-push-", dir=beside) as temporary, writing(Path(repo), Path(temporary)):
-        folder = Path(temporary, "files")
-        folder.mkdir()
+    passing = TemporaryDirectory(prefix="vsa-push-")
+    with passing if place is None or dry_run else atomic_folder(place) as temporary:
+        folder = Path(temporary)
         layout = write_published(source, folder)
         write_card(folder, source, name=repo if place is None else place.name, license=license, layout=layout)
         write_record(folder)
@@ -89,8 +81,6 @@ def push(
         if place is None:
             tell(f"published: {publish(api, folder, new, repo, private=private, replace=replace, tell=tell)}")
             return
-        changed = changes(new, files_in(place), recorded, replace=replace, tell=tell)
-        _write(folder, place, new, doomed=[name for name in changed if name not in new])
     tell(f"{source} in {repo}, with the model card {CARD}; vsa sample and init_from= take it")
 
 
@@ -107,20 +97,3 @@ def _folder_named(repo: str) -> Path | None:
     if HUB_ID.fullmatch(repo):
         return None
     raise ValueError(f"{repo} is no OWNER/NAME of the hub: expected that, or a folder with its place (./NAME)")
-
-
-def _write(staged: Path, place: Path, new: Collection[str], doomed: Collection[str]) -> None:
-    for name in new:
-        flush_to_disk(staged / name)
-    if not place.exists():
-        os.replace(staged, place)
-        return
-    for name in doomed:
-        (place / name).unlink()
-        for parent in PurePosixPath(name).parents[:-1]:
-            # others are not empty
-            with suppress(OSError):
-                (place / parent).rmdir()
-    for name in new:
-        (place / name).parent.mkdir(parents=True, exist_ok=True)
-        os.replace(staged / name, place / name)
