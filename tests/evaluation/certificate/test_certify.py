@@ -21,6 +21,7 @@ from tests.commands import run_command
 from tests.data.tiny_wan import make_pipeline
 from tests.integrations import tiny
 from vsa.attention.video_sparse import VideoSparseAttention
+from vsa.checkpoints import weight_files
 from vsa.checkpoints.golden import write_golden
 from vsa.checkpoints.sparse_config import SparseAttentionConfig
 from vsa.checkpoints.wan import export_pretrained
@@ -266,6 +267,17 @@ def test_every_opened_file_tells_results_apart(wan, export, tmp_path):
     # the export takes its place
     altered(pipe / "transformer" / WEIGHTS)
     assert identity() == before
+
+
+def test_a_pipeline_of_the_hub_goes_by_its_commit(wan, export, monkeypatch):
+    asked = []
+    monkeypatch.setattr(weight_files, "_download", lambda *names: asked.append(names) or wan)
+    subject = Subject(settings(export, pipeline="me/wan", prompts=["a cat"]))
+    # what is small is downloaded before anything is measured
+    assert (subject.unusable, asked) == (None, [("me/wan", "scheduler")])
+    identity = subject.identity()
+    assert identity["pipeline"] == wan.name
+    assert {name.partition("/")[0] for name in identity["files"]} == {"transformer"}
 
 
 BAD = ("nan", math.nan, math.inf, -1e-9, "0.0", None, False, 2e-4)
