@@ -135,10 +135,9 @@ class Run:
     @property
     def steps(self) -> int:
         """Optimizer steps so far, the most of what was logged, saved and noted at the end of the last start."""
-        last = self.starts[-1] if self.starts else {}
+        noted = [start.get("last_step", start.get("step", 0)) for start in self.starts[-1:]]
         saved = [step_of(path) for path in list_checkpoints(self.folder / "checkpoints")]
-        logged = (int(steps[-1]) for steps, _ in self.metrics.values() if len(steps))
-        return max([last.get("last_step", last.get("step", 0)), *logged, *saved])
+        return max([0, *noted, *saved, *(int(steps[-1]) for steps, _ in self.metrics.values() if len(steps))])
 
     @property
     def starts(self) -> list[Mapping[str, Any]]:
