@@ -72,7 +72,7 @@ def damaged(whole: Path, count: int) -> Iterator[Path]:
     for damage in DAMAGES:
         for _ in range(count):
             path = whole.with_stem("damaged")
-            path.write_bytes(damage(data, int(rng.integers(int(0.05 * len(data)), int(0.85 * len(data)))), rng))
+            path.write_bytes(damage(data, int(rng.integers(int(0.05 * len(data)), int(0.7 * len(data)))), rng))
             yield path
 
 
@@ -135,6 +135,7 @@ def test_a_damaged_file_is_refused_or_left_out_and_told(tmp_path: Path) -> None:
     (tmp_path / "v").mkdir()
     for name in ("good", "bad"):
         write_moving(tmp_path / "v" / f"{name}.mp4", "h264.mp4")
+    whole = read_video(tmp_path / "v" / "bad.mp4", frames=12)[0]
     break_picture(tmp_path / "v" / "bad.mp4", 21)
     reason = r"cannot decode video .*bad\.mp4: \d+ of its pictures from 1 on are damaged"
     with pytest.raises(UnusableFiles, match=f"{reason}; --skip-bad leaves it out"):
@@ -143,9 +144,7 @@ def test_a_damaged_file_is_refused_or_left_out_and_told(tmp_path: Path) -> None:
     assert [name for name, _ in report.skipped] == ["bad.mp4"]
     assert {sample.about.source for sample in LatentReader(tmp_path / "out").index.samples.values()} == {"good.mp4"}
     # the pictures before the damage are whole
-    assert torch.equal(
-        read_video(tmp_path / "v" / "bad.mp4", frames=12)[0], read_video(tmp_path / "v" / "good.mp4", frames=12)[0]
-    )
+    assert torch.equal(read_video(tmp_path / "v" / "bad.mp4", frames=12)[0], whole)
 
 
 def test_clips_of_a_film_before_and_after_the_damage_stay(tmp_path: Path) -> None:
