@@ -134,3 +134,18 @@ def test_letters_that_a_stream_cannot_encode_are_written_out():
         environment = {**os.environ, "PYTHONIOENCODING": encoding, "PYTHONPATH": str(ROOT)}
         output = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, check=True).stdout
         assert output.decode("utf-8") == expected
+
+
+def test_a_package_that_warns_when_it_is_imported_is_not_heard(tmp_path: Path) -> None:
+    """transformers and peft import torchao wherever it is installed."""
+    (tmp_path / "torchao").mkdir()
+    (tmp_path / "torchao" / "__init__.py").write_text(
+        'import logging\nlogging.getLogger("torchao.kernels").warning("Failed to load a library")\n'
+        'logging.getLogger("torch.utils._pytree").warning("deprecated")\n'
+    )
+    program = "import vsa.streams\nvsa.streams.make_steady()\nimport torchao"
+    paths = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[1])])
+    result = subprocess.run(
+        [sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True
+    )
+    assert (result.returncode, result.stderr) == (0, "")

@@ -6,6 +6,7 @@ This module imports only the standard library: a command calls it before anythin
 from __future__ import annotations
 
 import io
+import logging
 import os
 import re
 import sys
@@ -19,6 +20,9 @@ CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\
 """Characters that move the cursor of a terminal, set its title or turn the direction of its text."""
 # libraries whose bars move the cursor; what their tables show comes from `visible`
 _DRAWING = ("rich", "tqdm", "click")
+# importing torchao, as transformers and peft do if it is there, warns of kernels that a machine lacks and of calls that
+# torch 2.13 deprecates
+_WARNING = ("torchao", "torch.utils._pytree")
 
 
 def visible(text: str, keep: str = "") -> str:
@@ -34,11 +38,14 @@ class _Visible(io.TextIOWrapper):
 
 
 def make_steady() -> None:
-    """Let standard output and error of this process lose what cannot be written, instead of raising an error.
+    """Let standard output and error of this process lose what cannot be written, instead of raising an error, and keep
+    warnings of libraries that are of no use out of them.
 
     Descriptors 0 to 2 that are closed are opened on the null device, so that no other file gets them. Streams that
     something else has replaced, as a test does, are left alone.
     """
+    for name in _WARNING:
+        logging.getLogger(name).setLevel(logging.ERROR)
     for number in range(3):
         try:
             os.fstat(number)

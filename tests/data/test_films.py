@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -413,6 +414,10 @@ def test_the_command_says_what_it_does_and_leaves_a_page(films: Path, tmp_path: 
     assert f"what it holds: {tmp_path / 'out' / 'clips.html'}\n" in out
     assert out.endswith(" data.val_by=file\n")
     page = (tmp_path / "out" / "clips.html").read_text()
+    # one number of the codec, over the same clips
+    quality = re.search(r"rebuilds the clips at ([\d.]+ dB PSNR, the worst of \d+ measured at [\d.]+ dB)", out)
+    assert quality
+    assert f"Rebuilt by the codec</dt><dd>{quality[1]} (" in page
     for part in ("32x48x8", "PSNR, dB", "shorter than a clip", "more than --clips-per-film 4", "data:image/png;base64"):
         assert part in page
     record = [json.loads(line) for line in (tmp_path / "out" / "shots.jsonl").read_text().splitlines() if line]

@@ -224,6 +224,9 @@ def test_encoding_adds_the_files_that_a_set_lacks(tmp_path):
     encoders = {"text_encoder": HashedNgramEncoder(dim=8, max_tokens=5)}
     with pytest.raises(ValueError, match=r"already holds a data set: .* --overwrite, or add to it with --add"):
         encode_folder(tmp_path / "videos", root, **encoders)
+    with pytest.raises(ValueError, match=r"^.*/none holds no data set to add to: encode it without --add$"):
+        encode_folder(tmp_path / "videos", tmp_path / "none", add=True, **encoders)
+    assert not (tmp_path / "none").exists()
     encode_folder(tmp_path / "videos", root, add=True, tell=told.append, **encoders)
     index = DatasetIndex.load(root / INDEX_NAME)
     # a file of the same name in a folder is another one

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
@@ -26,10 +25,6 @@ SCALE = ".scale"
 """Suffix of the name of a moment's scales in a checkpoint."""
 
 _LEAST = 4096
-
-# importing torchao, as peft does too, warns of kernels that this machine lacks and of calls that torch 2.13 deprecates
-for _logger in ("torchao", "torch.utils._pytree"):
-    logging.getLogger(_logger).setLevel(logging.ERROR)
 
 
 def refuse_missing_package(moments: Moments) -> None:

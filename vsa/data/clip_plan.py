@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,8 +18,8 @@ from vsa.errors import first_of
 from vsa.progress import progress_bar
 
 _LISTED = 20
-# clips of a size, and sizes, that are compared with their reconstruction
-_MEASURED, _MEASURED_SIZES = 3, 8
+# clips that are compared with their reconstruction, and number of a film's clip, after titles that rebuild too well
+_MEASURED, _EARLY = 8, 4
 
 
 class PlannedClip(NamedTuple):
@@ -73,14 +74,13 @@ class ClipPlan:
             yield f"only the start of each video is taken, {taken:,} of {frames:,} frames: --clips-per-film takes more"
         yield from first_of([f"dropped: {what}: {why}" for what, why in self.dropped])
 
-    def measured(self) -> set[int]:
-        """Numbers of some clips of each common size, which are compared with their reconstruction."""
-        by_size: dict[tuple[int, int, int], list[int]] = {}
-        for i, clip in enumerate(self.clips):
-            if clip.size:
-                by_size.setdefault(clip.size, []).append(i)
-        common = sorted(by_size.values(), key=len, reverse=True)[:_MEASURED_SIZES]
-        return {n[k * len(n) // _MEASURED] for n in common for k in range(_MEASURED)}
+    def measured(self, without: Collection[int]) -> set[int]:
+        """Numbers of some clips, spread over the files but those `without`, to compare with their reconstruction."""
+        numbers = [i for i, clip in enumerate(self.clips) if clip.file not in without]
+        files = [[*clips] for _, clips in groupby(numbers, lambda i: self.clips[i].file)]
+        # of a film an early clip, before which there is little to decode
+        clips = [clips[min(_EARLY, len(clips) - 1)] for clips in files]
+        return {clips[k * len(clips) // _MEASURED] for k in range(_MEASURED) if clips}
 
 
 def plan_films(

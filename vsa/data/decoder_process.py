@@ -54,6 +54,8 @@ class DecoderProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
         self._next: dict[tuple[str, int | None], dict[str, Any]] = {}
+        # what is irregular about the times of the clip read last
+        self.times = ""
         # the request whose answer has not been received yet
         self._sent: dict[str, Any] | None = None
 
@@ -88,6 +90,7 @@ class DecoderProcess:
             self._send({**request, **following})
         if "error" in answer:
             raise ValueError(answer["error"])
+        self.times = answer["times"]
         return torch.from_numpy(_pixels(descriptors[0])).view(answer["shape"]), answer["fps"]
 
     def thumbnails(self, path: str | Path) -> Iterator[tuple[np.ndarray, list[float], float | None]]:
@@ -304,7 +307,8 @@ class _Answers:
         if start is None:
             reader.close()
             self._reader = None
-        return {"shape": [len(pictures), *pictures[0].shape], "fps": rate}, [_unnamed_file(pictures)]
+        shape = [len(pictures), *pictures[0].shape]
+        return {"shape": shape, "fps": rate, "times": reader.times}, [_unnamed_file(pictures)]
 
 
 def _unnamed_file(pictures: Sequence[np.ndarray]) -> int:

@@ -46,11 +46,6 @@ from vsa.data.shots import Film, ShotFinder
 from vsa.data.text import TextEncoder, describe_cut
 from vsa.progress import progress_bar
 
-# number of clips, spread over the data set, on which the codec's quality is measured
-_MEASURED_CLIPS = 8
-# number of a film's clip among them, after titles that rebuild too well
-_EARLY = 4
-
 
 def encode_folder(
     videos: str | Path,
@@ -281,14 +276,13 @@ class _Encoding:
 
     @cached_property
     def _measured(self) -> set[int]:
-        """Numbers of the clips that are decoded again."""
+        """Numbers of the clips that are compared with their reconstruction, ahead and on the page."""
         # that takes a trained codec on a CPU minutes
         slow = isinstance(self._codec, PretrainedVAE) and not self._options.device.startswith("cuda")
-        return set() if slow else self.plan.measured()
+        return set() if slow else self.plan.measured(self._bad)
 
     def describe_ahead(self) -> Iterator[str]:
         """Messages before hours of encoding: what is not read, cut or joined, and the quality of the codec."""
-        good = [i for i in range(len(self.files)) if i not in self._bad]
         if known := len(self.media.files) - len(self.files):
             yield f"in the data set already, by their names: {known} files"
         yield from self.media.lines()
@@ -307,13 +301,12 @@ class _Encoding:
             )
 
         def measured() -> Iterator[tuple[str, Tensor]]:
-            for i in sorted({good[k * len(good) // _MEASURED_CLIPS] for k in range(_MEASURED_CLIPS)}):
-                # of a film an early clip, before which there is little to decode
-                windows = [clip.window for clip in self.plan.clips if clip.file == i]
+            for i in sorted(self._measured):
+                clip = self.plan.clips[i]
+                path, window, cut = self.files[clip.file], clip.window, self._options.clips.cut
                 # a file that does not decode is reported when it is encoded
                 with suppress(ValueError), self._decoders.one() as decoder:
-                    window = windows[min(_EARLY, len(windows) - 1)]
-                    yield self._names[i], self._options.clips.cut(self.files[i], codec, decoder, window)[0]
+                    yield self._names[clip.file], cut(path, codec, decoder, window)[0]
 
         # a trained codec reconstructs well, and may need more memory for decoding than for encoding
         if isinstance(codec, EmbeddedCodec):
@@ -338,6 +331,7 @@ class _Encoding:
                     skipped.append((self._names[clip.file], str(error)))
                 else:
                     notes.extend(notes_of(self._options.clips, self._codec, info))
+                    notes.extend([("times", [self._names[clip.file], decoder.times])] * bool(decoder.times))
                     if i in self._measured:
                         with self._encoders:
                             notes.extend(rebuilt_note(self._ids[i], pixels, latents, self._codec))

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from vsa.data.clip_rules import ClipRules
 from vsa.data.codecs import Codec
+from vsa.data.reconstruction import mean_error
 from vsa.errors import is_out_of_memory
 
 _LISTED_SHAPES = 5
@@ -52,7 +53,7 @@ def describe_notes(notes: Sequence[tuple[str, Any]]) -> list[str]:
 
 
 def rebuilt_note(name: str, clip: Tensor, latents: Tensor, codec: Codec) -> Iterator[tuple[str, Any]]:
-    """A note that compares a clip with its reconstruction: its mean squared error, and frames of both as a PNG.
+    """A note that compares a clip with its reconstruction: `mean_error`, and frames of both as a PNG.
 
     Args:
         name: id of the clip.
@@ -69,7 +70,7 @@ def rebuilt_note(name: str, clip: Tensor, latents: Tensor, codec: Codec) -> Iter
         if is_out_of_memory(error):
             return
         raise
-    error = float((rebuilt.to(torch.int32) - clip).square().double().mean())
+    error = mean_error(rebuilt, clip, codec)
     shown = sorted({k * (len(clip) - 1) // (_PICTURES - 1) for k in range(_PICTURES)})
     rows = [np.concatenate([video[k].cpu().numpy() for k in shown], 1) for video in (clip, rebuilt)]
     picture, file = Image.fromarray(np.concatenate(rows)), io.BytesIO()

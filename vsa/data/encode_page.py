@@ -16,7 +16,7 @@ from PIL import Image
 
 from vsa.data.buckets import Bucket
 from vsa.data.clip_plan import ClipPlan
-from vsa.data.reconstruction import decibel
+from vsa.data.reconstruction import decibel, describe_errors
 from vsa.data.resumable_writer import PartsReport
 from vsa.pages.charts import Chart, Panel, Series
 from vsa.pages.page import Page, Table
@@ -41,16 +41,21 @@ def write_page(out: Path, videos: Path, report: PartsReport, plan: ClipPlan, fac
     for kind, value in report.notes:
         notes.setdefault(kind, []).append(value)
     panels, same = _histograms(notes.get("clip", []), plan)
-    header = {"Clips": f"{report.samples:,}", "Shots": plan.shots or "", **facts, "The same for all": same}
+    rebuilt = notes.get("rebuilt", [])
+    quality = describe_errors({note["name"]: note["error"] for note in rebuilt}) if rebuilt else ""
+    facts = {**facts, "Rebuilt by the codec": quality, "The same for all": same}
+    header = {"Clips": f"{report.samples:,}", "Shots": plan.shots or "", **facts}
     header = {name: text for name, text in header.items() if text}
     page = Page(out / PAGE_NAME, title=f"Clips of {videos.resolve().name}", facts=header)
-    rebuilt = notes.get("rebuilt", [])
     page.table(_sizes(notes.get("clip", []), rebuilt))
     with TemporaryDirectory() as folder:
         for name, note, picture in _pictures(rebuilt, Path(folder)):
             page.picture(name, note, picture)
     if panels:
         page.chart(Chart(key="clips", title="Histograms", note="", panels=panels, switches=("of",)))
+    if times := [list(row) for row in dict.fromkeys(map(tuple, notes.get("times", [])))]:
+        note = "Of clips with pictures that --fps repeats, that are missing, shown for long, or not at a constant rate."
+        page.table(Table(["file", "pictures"], times[:_LISTED], title="Times", note=note))
     dropped = Counter([*plan.dropped, *report.skipped])
     if dropped:
         rows = [[what, why] for what, why in dropped][:_LISTED]

@@ -113,7 +113,7 @@ class EncoderChoice:
                 kind, (channels, *_), own = vae_kind(self.vae), next(iter(shapes)), []
                 settings += [f"data.codec._target_={kind.__module__}.{kind.__name__}"]
                 settings += ["model.patch_size=[1,1,1]"] if patch == 1 else []
-                settings += [key_value("+data.codec.source", self.vae), "task.latent_scale=channel"]
+                settings += [key_value("data.codec.source", self.vae), "task.latent_scale=channel"]
             elif self.codec == "haar":
                 settings += [f"data.codec._target_={HaarCodec.__module__}.HaarCodec"]
             keys = (*own, "model.in_channels", "model.out_channels") if channels != 16 else ()

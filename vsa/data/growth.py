@@ -23,8 +23,8 @@ def set_to_grow(
     image_condition: bool,
     image_encoder: ImageEncoder | None,
     fps: float | None,
-) -> DatasetIndex | None:
-    """The data set in a folder to which samples are added; None: there is none yet.
+) -> DatasetIndex:
+    """The data set in a folder to which samples are added.
 
     Args:
         root: folder of the data set.
@@ -35,10 +35,10 @@ def set_to_grow(
         fps: frame rate to which they are resampled; None: that of each file.
 
     Raises:
-        ValueError: it was encoded with other settings, or does not say from which files; names both values.
+        ValueError: there is none, it has other settings, or does not say from which files; names both values.
     """
     if not (root / INDEX_NAME).exists():
-        return None
+        raise ValueError(f"{root} holds no data set to add to: encode it without --add")
     index = DatasetIndex.load(root / INDEX_NAME)
     if any(sample.about.source is None for sample in index.samples.values()):
         raise ValueError(f"{root} does not say which files it was encoded from: encode it again")

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
 
-from vsa.data.codecs import DctCodec, EmbeddedCodec, HaarCodec
+from vsa.data.codecs import Codec, DctCodec, EmbeddedCodec, HaarCodec
 
 # PSNR in dB below which the loss is clearly visible
 _POOR = 25.0
@@ -26,14 +26,25 @@ def reconstruction_error(video: Tensor, codec: EmbeddedCodec) -> float:
         codec: codec to measure.
     """
     video = video[: codec.frames_that_fit(min(len(video), _FRAMES))]
-    # an image is decoded to several equal frames
-    rebuilt = codec.decode(codec.encode(video))[: len(video)]
-    return float((rebuilt.to(torch.int32) - video).square().double().mean())
+    return mean_error(codec.decode(codec.encode(video)), video, codec)
+
+
+def mean_error(rebuilt: Tensor, video: Tensor, codec: Codec) -> float:
+    """Mean squared error of the first frames of a clip, uint8 `[T, H, W, 3]`; an image is rebuilt as several."""
+    count = codec.frames_that_fit(min(len(video), _FRAMES))
+    return float((rebuilt[:count].to(torch.int32) - video[:count]).square().double().mean())
 
 
 def decibel(error: float) -> float:
     """Peak signal-to-noise ratio 10 log10(255^2 / error) in dB of a mean squared error, inf for 0."""
     return 10 * math.log10(255**2 / error) if error > 0 else math.inf
+
+
+def describe_errors(errors: Mapping[str, float]) -> str:
+    """The quality of a codec, by the mean squared errors of some clips."""
+    worst = max(errors, key=lambda name: errors[name])
+    mean = decibel(math.fsum(errors.values()) / len(errors))
+    return f"{mean:.1f} dB PSNR, the worst of {len(errors)} measured at {decibel(errors[worst]):.1f} dB ({worst})"
 
 
 def describe_reconstruction(clips: Iterable[tuple[str, Tensor]], codec: EmbeddedCodec) -> list[str]:
@@ -48,12 +59,9 @@ def describe_reconstruction(clips: Iterable[tuple[str, Tensor]], codec: Embedded
     errors = {name: [reconstruction_error(video, one) for one in codecs] for name, video in clips}
     if not errors:
         return []
-    worst = max(errors, key=lambda name: errors[name][0])
     mean, *better = (decibel(math.fsum(column) / len(errors)) for column in zip(*errors.values(), strict=True))
-    lines = [
-        f"the codec {codecs[0].id} rebuilds the clips at {mean:.1f} dB PSNR, the worst of {len(errors)} measured at "
-        f"{decibel(errors[worst][0]):.1f} dB ({worst})"
-    ]
+    quality = describe_errors({name: column[0] for name, column in errors.items()})
+    lines = [f"the codec {codecs[0].id} rebuilds the clips at {quality}"]
     if mean < _POOR:
         offers = [f"{psnr:.1f} dB with --channels {c.channels}" for psnr, c in zip(better, codecs[1:], strict=True)]
         lines.append(

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from vsa.data.decoder_process import DecoderProcess
 from vsa.data.media_folder import file_version
-from vsa.data.video_files import IMAGE_SUFFIXES, instants, slack
+from vsa.data.resampling import FASTEST, instants
+from vsa.data.video_files import IMAGE_SUFFIXES
 from vsa.files import CSV_LIMIT, parse_json, read_text, writing
 from vsa.settings import AtLeastOne, Count, Positive
 
@@ -60,7 +61,7 @@ class Shot(NamedTuple):
         """Numbers of its frames after resampling to `fps`, of a film of some frame rate (None: as stored)."""
         if fps is None:
             return range(self.first, self.stop)
-        return range(*(instants(time - slack(rate), fps) for time in (self.begin, self.end)))
+        return range(*(instants(time, rate, fps) for time in (self.begin, self.end)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +70,7 @@ class Film:
 
     Args:
         height, width: size of a picture as shown.
-        rate: frames per second, of a variable rate the mean.
+        rate: frames per second, see `vsa.data.resampling.instants`.
         shots: shots in their order.
     """
 
@@ -129,7 +130,7 @@ class ShotFinder:
         starts, stops = [0, *(begin for _, begin in cuts)], [*(end for end, _ in cuts), count]
         # `ends` begins with 0, so picture n is shown from ends[n] to ends[n + 1]
         shots = (Shot(a, b, ends[a], ends[b]) for a, b in zip(starts, stops, strict=True) if a < b)
-        return Film(height=height, width=width, rate=rate or count / ends[-1], shots=tuple(shots))
+        return Film(height=height, width=width, rate=rate or FASTEST, shots=tuple(shots))
 
 
 class ShotRecord:

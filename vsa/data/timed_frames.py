@@ -13,13 +13,14 @@ from typing import Any, NamedTuple
 import av
 from av.container import InputContainer
 from av.filter import Graph
+from av.video.frame import PictureType
 from av.video.stream import VideoStream
 from PIL import Image
 
 from vsa.data.pixels import View
 
-Shown = tuple[av.VideoFrame | Image.Image, View, float]
-"""A decoded picture, how it is shown, and until when, in seconds from the first one."""
+Shown = tuple[av.VideoFrame | Image.Image, View, float, bool]
+"""A decoded picture, how it is shown, until when, in seconds from the first one, and whether it is damaged."""
 
 # of titles that are not UTF-8, which from 19 on need no option
 _LENIENT: dict[str, Any] = {"metadata_errors": "replace"} if int(av.__version__.split(".")[0]) < 19 else {}
@@ -109,73 +110,80 @@ def frames_before(
         container.seek(table.stamps[wanted], stream=stream)
         decoded = _decoded(container, stream)
         # before it are frames that need the keyframe before
-        first = next((frame for frame in decoded if frame.key_frame), None)
-        if first is None or first.pts is None:
+        first = next((item for item in decoded if item[0].key_frame), None)
+        if first is None or first[0].pts is None:
             continue
-        place = bisect_left(table.stamps, first.pts)
-        if place <= number and table.stamps[place] == first.pts:
+        place = bisect_left(table.stamps, first[0].pts)
+        if place <= number and table.stamps[place] == first[0].pts:
             begin = float(table.stamps[0] * stream.time_base) if stream.time_base else 0.0
-            return _timed(chain([first], decoded), stream, place, begin), place
+            return _timed(chain([first], decoded), stream, begin), place
     return None
 
 
 def _timed(
-    frames: Iterator[av.VideoFrame], stream: VideoStream, number: int = 0, begin: float | None = None
+    frames: Iterator[tuple[av.VideoFrame, bool]], stream: VideoStream, begin: float | None = None
 ) -> Iterator[Shown]:
-    """Frames from `number` on with their ends, in seconds from the time `begin`, that of the first one by default."""
+    """Frames with their ends, in seconds from the time `begin`, that of the first one by default."""
     rate, aspect = rate_of(stream), aspect_of(stream)
-    # containers round time stamps to their unit; frames of a constant rate are taken at exact times
-    near = min(float(stream.time_base or 0), 0.4 / rate)
-    previous = next(frames, None)
+    previous, damaged = next(frames, (None, False))
     if previous is None:
         return
-    begin = (previous.time or 0.0) if begin is None else begin
-
-    def on_time(time: float | None, number: int) -> float:
-        exact = number / rate
-        return exact if time is None or abs(time - begin - exact) <= near else time - begin
-
-    for frame in frames:
-        number += 1
-        yield previous, View.of_frame(previous, aspect), on_time(frame.time, number)
-        previous = frame
-    length = previous.duration * float(previous.time_base or 0) or 1 / rate
-    end = None if previous.time is None else previous.time + length
-    yield previous, View.of_frame(previous, aspect), on_time(end, number + 1)
+    end, begin = 0.0, (previous.time or 0.0) if begin is None else begin
+    for frame, is_damaged in frames:
+        end = end + 1 / rate if frame.time is None else frame.time - begin
+        yield previous, View.of_frame(previous, aspect), end, damaged
+        previous, damaged = frame, is_damaged
+    end += previous.duration * float(previous.time_base or 0) or 1 / rate
+    yield previous, View.of_frame(previous, aspect), end, damaged
 
 
-def _decoded(container: InputContainer, stream: VideoStream) -> Iterator[av.VideoFrame]:
-    """Frames with their alpha."""
-    name = _WITH_ALPHA.get(stream.codec_context.name)
-    if name is None or stream.metadata.get("alpha_mode") != "1":
-        return container.decode(stream)
-    decoder: Any = av.CodecContext.create(name, "r")
-    return (frame for packet in container.demux(stream) for frame in decoder.decode(packet))
+def _decoded(container: InputContainer, stream: VideoStream) -> Iterator[tuple[av.VideoFrame, bool]]:
+    """Frames with their alpha, and whether FFmpeg found them damaged, or any since the last keyframe."""
+    name = _WITH_ALPHA.get(stream.codec_context.name) if stream.metadata.get("alpha_mode") == "1" else None
+    decoder: Any = av.CodecContext.create(name, "r") if name else stream.codec_context
+    # with it a decoder returns the errors that it would only write to a log
+    decoder.options = {"err_detect": "explode"}
+    waiting, begun, damaged, lost = list[tuple[av.VideoFrame, bool]](), False, False, False
+    for packet in container.demux(stream):
+        try:
+            frames, damaged = decoder.decode(packet), damaged or packet.is_corrupt
+        except av.error.InvalidDataError:
+            frames, damaged, lost = [], True, begun
+        for frame in frames:
+            damaged = frame.is_corrupt or (damaged and not frame.key_frame)
+            waiting.append((frame, damaged or lost))
+            begun, lost = True, False
+            # frames of type B, 16 at most, are shown before the later frame that they are made of
+            if frame.pict_type != PictureType.B or len(waiting) > 16:
+                yield from ((each, was or frame.is_corrupt) for each, was in waiting)
+                waiting.clear()
+    yield from waiting
 
 
-def _whole_frames(container: InputContainer, stream: VideoStream) -> Iterator[av.VideoFrame]:
+def _whole_frames(container: InputContainer, stream: VideoStream) -> Iterator[tuple[av.VideoFrame, bool]]:
     """Decoded frames; of an interlaced video by FFmpeg's filter bwdif, one a frame."""
     decoded = _decoded(container, stream)
-    first = next(decoded, None)
+    first, damaged = next(decoded, (None, False))
     if first is None:
         return
     if not first.interlaced_frame:
-        yield from chain([first], decoded)
+        yield from chain([(first, damaged)], decoded)
         return
     graph: Any = Graph()
     source = graph.add_buffer(template=stream, time_base=first.time_base)
     graph.link_nodes(
         source, graph.add("bwdif", "mode=send_frame:deint=interlaced"), graph.add("buffersink")
     ).configure()
-    for frame in chain([first], decoded, [None]):
+    for frame, is_damaged in chain([(first, damaged)], decoded, [(None, False)]):
         graph.push(frame)
         with suppress(BlockingIOError, EOFError):
             while True:
-                yield graph.pull()
+                yield graph.pull(), damaged or is_damaged
+        damaged = is_damaged
 
 
 def rate_of(stream: VideoStream) -> float:
-    """Frames per second."""
+    """Frames per second, of a variable rate the mean."""
     return float(stream.average_rate or stream.guessed_rate or 1)
 
 

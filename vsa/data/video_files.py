@@ -9,7 +9,7 @@ import contextlib
 import math
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,6 +21,7 @@ from av.video.stream import VideoStream
 from PIL import Image, UnidentifiedImageError
 
 from vsa.data.pixels import NotShown, View, converted, refuse_dolby_vision, stored_pixels
+from vsa.data.resampling import FASTEST, instants, irregular, resampled, steady_rate
 from vsa.data.timed_frames import FrameTable, Shown, aspect_of, frames_before, opened, rate_of, read_table, timed_frames
 from vsa.files import atomic_file
 
@@ -39,23 +40,8 @@ _DOLBY_VISION = ("dvh1", "dvhe", "dav1")
 # a decoded clip is held in memory: larger files than any training clip needs are an error
 MAX_PIXELS = 8192 * 8192
 MAX_BYTES = 8 * 2**30
-# share of a frame's duration: rounding must not decide between a frame and its successor
-_SLACK = 1e-3
 # frames, of some seconds, that are decoded sooner than the time stamps of a file are read
 _NEAR = 100
-
-
-def slack(rate: float | None) -> float:
-    """Seconds before its end from which on a picture counts as over, at a frame rate."""
-    return _SLACK / (rate or 1)
-
-
-def instants(end: float, fps: float) -> int:
-    """How many of the instants 0, 1/fps, 2/fps, ... lie before `end` seconds."""
-    count = max(0, math.floor(end * fps) - 1)
-    while count / fps < end:
-        count += 1
-    return count
 
 
 def read_video(
@@ -66,7 +52,8 @@ def read_video(
     Args:
         path: any container and codec that ffmpeg knows; an image file gives one frame.
         frames: maximum number of frames (None: all).
-        fps: frame rate to resample to: every output time takes the latest frame at or before it (None: as stored).
+        fps: frame rate to resample to: every output time takes the newest frame at or before it, see
+            `vsa.data.resampling.instants` (None: as stored).
         start: number of the first frame, after resampling.
 
     Returns:
@@ -92,7 +79,8 @@ class VideoReader:
 
     Attributes:
         position: number of the next picture, after resampling.
-        rate: frame rate that the file states, None for an image file.
+        rate: frame rate of the file, see `vsa.data.resampling.steady_rate`; None for an image file.
+        times: what is irregular about the pictures taken last, see `vsa.data.resampling.irregular`.
     """
 
     def __init__(self, path: Path, *, fps: float | None = None, threads: int = 1) -> None:
@@ -100,13 +88,22 @@ class VideoReader:
             raise ValueError(f"fps must be above 0, got {fps}")
         self.position, self._path, self._fps, self._end = 0, path, fps, 0.0
         self._threads, self._stack = threads, contextlib.ExitStack()
-        shown, self.rate = self._stack.enter_context(_shown(path, threads))
+        self.times, self._ends = "", [0.0]
+        shown, self.rate, self._length = self._stack.enter_context(_shown(path, threads))
         self._pictures = self._resampled(shown, 0)
         self._table: FrameTable | None = None
         self._has_looked = False
 
     def _resampled(self, shown: Iterator[Shown], start: int) -> Iterator[Shown]:
-        return shown if self._fps is None else _resample(shown, slack(self.rate), self._fps, start)
+        noted = (self._ends.append(item[2]) or item for item in shown)
+        return noted if self._fps is None else resampled(noted, self.rate or FASTEST, self._fps, start)
+
+    def _refuse_missing(self) -> None:
+        """Raise ValueError if the file states more than was there, after its last picture."""
+        # lengths are rounded
+        if 1.5 < (self._length - self._ends[-1]) * (self.rate or 0) < math.inf:
+            told = f"it ends after {self._ends[-1]:.3g} of the {self._length:.3g} s that its header states"
+            raise ValueError(f"cannot decode video {self._path}: {told}")
 
     def close(self) -> None:
         """Close the file."""
@@ -139,14 +136,22 @@ class VideoReader:
                 return
             self._stack.close()
             self._stack = stack.pop_all()
+        self._ends[-1] = table.time(later[1])
         self._pictures, self.position = self._resampled(later[0], start), later[1] if self._fps is None else start
 
     def take(self, frames: int | None = None) -> tuple[list[np.ndarray], float]:
-        """At most `frames` pictures `[H, W, 3]` of one size, all without a number, and their frame rate."""
-        path, begin, video = self._path, self._end, list[np.ndarray]()
-        last = None
+        """At most `frames` pictures `[H, W, 3]` of one size, all without a number, and their frame rate.
+
+        Raises:
+            ValueError: there are none, FFmpeg finds some damaged, or the file ends before the end that it states.
+        """
+        path, begin, first, video = self._path, self._end, self.position, list[np.ndarray]()
+        last, damaged, repeated = None, 0, 0
+        del self._ends[:-1]
         with self._reading():
-            for picture, view in self._next(math.inf if frames is None else frames):
+            for picture, view, _, is_damaged in self._next(math.inf if frames is None else frames):
+                damaged += is_damaged
+                repeated += picture is last
                 height, width = view.size(picture.height, picture.width)
                 _refuse_size(path, height, width)
                 if (len(video) + 1) * height * width * 3 > MAX_BYTES:
@@ -154,15 +159,20 @@ class VideoReader:
                 # resampling repeats pictures
                 video.append(video[-1] if picture is last else view.show(stored_pixels(picture)))
                 last = picture
+        if len(video) < (frames or math.inf):
+            self._refuse_missing()
         if not video:
             what = f"it ends before frame {self.position + 1}" if self.position else "it holds no frames"
             raise ValueError(f"cannot decode video {path}: {what}")
+        if damaged:
+            raise ValueError(f"cannot decode video {path}: {damaged} of its pictures from {first + 1} on are damaged")
         if len({picture.shape for picture in video}) > 1:
             raise ValueError(f"cannot decode video {path}: the frame size changes inside the file")
-        rate, length = self.rate, self._end - begin
+        self.times = irregular(self._ends, repeated)
         if self._fps is not None:
             return video, self._fps
         # of a variable rate the mean
+        rate, length = self.rate, self._end - begin
         constant = rate is not None and abs(length * rate - len(video)) < 0.5
         return video, (rate if constant else len(video) / length if rate or len(video) > 1 else 1.0) or 1.0
 
@@ -173,7 +183,7 @@ class VideoReader:
         """
         small, ends = list[np.ndarray](), list[float]()
         with self._reading():
-            for picture, view in self._next(frames, seconds):
+            for picture, view, *_ in self._next(frames, seconds):
                 height, width = (48, 27) if view.transpose else (27, 48)
                 if isinstance(picture, Image.Image):
                     pixels = np.asarray(picture.convert("RGB").resize((width, height)))
@@ -181,6 +191,8 @@ class VideoReader:
                     pixels = converted(picture, "rgb24", width=width, height=height)
                 small.append(view._replace(aspect=1.0).show(pixels))
                 ends.append(self._end)
+        if not ends:
+            self._refuse_missing()
         return small, ends
 
     @contextlib.contextmanager
@@ -190,13 +202,13 @@ class VideoReader:
             yield
             self._stack = stack.pop_all()
 
-    def _next(self, count: float, seconds: float = math.inf) -> Iterator[tuple[av.VideoFrame | Image.Image, View]]:
+    def _next(self, count: float, seconds: float = math.inf) -> Iterator[Shown]:
         """At most `count` pictures, and none after the first that took too long."""
         over = time.monotonic() + seconds
         while count > 0 and (item := next(self._pictures, None)) is not None:
-            picture, view, self._end = item
+            self._end = item[2]
             self.position += 1
-            yield picture, view
+            yield item
             count = count - 1 if time.monotonic() < over else 0
 
 
@@ -226,7 +238,7 @@ def probe_video(path: str | Path, *, fps: float | None = None) -> tuple[int | No
         if num_frames < 1 or 0 in (stream.height, stream.width):
             return None, *size
         if fps is not None:
-            num_frames = math.ceil(fps * (num_frames - _SLACK) / rate)
+            num_frames = max(1, instants(num_frames / rate, steady_rate(stream), fps))
         return num_frames, *size
 
 
@@ -325,14 +337,17 @@ def _refuse_size(path: Path, height: int, width: int) -> None:
 
 
 @contextlib.contextmanager
-def _shown(path: Path, threads: int) -> Iterator[tuple[Iterator[Shown], float | None]]:
-    """The pictures of a file in their order in time, and its frame rate, None for an image file."""
+def _shown(path: Path, threads: int) -> Iterator[tuple[Iterator[Shown], float | None, float]]:
+    """The pictures of a file in their order in time, its frame rate, None for an image file, and its stated length."""
     if path.suffix.lower() in IMAGE_SUFFIXES:
         with _opened_image(path) as image:
-            yield _pictures(image), None
+            yield _pictures(image), None, math.inf
     else:
         with _opened(path, threads) as (container, stream):
-            yield timed_frames(container, stream), rate_of(stream)
+            # files of this kind count each frame in a table
+            ticks = stream.duration if "mp4" in container.format.name else None
+            length = float(ticks * stream.time_base) if ticks and stream.time_base else math.inf
+            yield timed_frames(container, stream), steady_rate(stream), length
 
 
 def _numbers(image: Image.Image) -> range:
@@ -348,13 +363,5 @@ def _pictures(image: Image.Image) -> Iterator[Shown]:
         image.load()
         duration = image.info.get("duration", 0)
         # browsers show frames without a duration for 100 ms; a lone picture is one frame at any rate
-        end += (duration if duration > 10 else 100) / 1000 if len(numbers) > 1 else 2 * _SLACK
-        yield image.copy(), view, end
-
-
-def _resample(shown: Iterable[Shown], slack: float, fps: float, produced: int) -> Iterator[Shown]:
-    """Pictures at instants number `produced` and later of 0, 1/fps, 2/fps, ...: each the newest one at or before it."""
-    for item in shown:
-        while produced / fps < item[-1] - slack:
-            yield item
-            produced += 1
+        end += (duration if duration > 10 else 100) / 1000 if len(numbers) > 1 else 1 / FASTEST
+        yield image.copy(), view, end, False

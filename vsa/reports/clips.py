@@ -60,7 +60,7 @@ def run_clip_table(run: Run, *, most_bytes: float) -> Clips:
     with suppress(OSError, ValueError, KeyError, TypeError):
         clips = read_json(record, inside=run.folder)["clips"]
         values = [float(clip["psnr"]) for clip in clips if "psnr" in clip and clip["psnr"] is not None]
-        psnr = f"PSNR {fmean(values):.1f} dB" if values else ""
+        psnr = f"PSNR of these {len(values)} clips {fmean(values):.1f} dB" if values else ""
     columns["real", "of the data"] = _gifs(run, record, "original")
     columns["codec's reconstruction", psnr] = _gifs(run, record, "codec")
     return _fitting({heading: clips for heading, clips in columns.items() if clips}, most_bytes)
