@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.types import RunMode
 from lightning.pytorch.callbacks import Callback, ModelSummary, RichProgressBar
 from lightning.pytorch.loggers import Logger, WandbLogger
@@ -156,6 +158,16 @@ def test_words_of_a_sweep_file_are_not_typed(tmp_path):
     with pytest.raises(ValueError, match=r"^logger\.csv\.name=https://author: a file may not name a server"):
         loader.load_sweep_config(cfg, own)
     assert loader.load_sweep_config(cfg, own[:2]).data.urls == "https://mine.example/x.tar"
+    # the same text under another key, and a part of what was typed, were not typed either
+    for word in ("logger.csv.name=https://mine.example/x.tar", "data.urls=https://mine.example"):
+        with pytest.raises(ValueError, match=r"=https://mine\.example.*: a file may not name a server"):
+            loader.load_sweep_config(cfg, ["data=stream", word])
+    several = ["data=stream", f"{typed},https://two.example/x.tar"]
+    loader = open_hydra(str(config_folder())).config_loader
+    cfg = loader.load_configuration("train", several, RunMode.MULTIRUN)
+    (jobs,) = BasicSweeper.split_arguments(OverridesParser.create(config_loader=loader).parse_overrides(several), None)
+    urls = [loader.load_sweep_config(cfg, job).data.urls for job in jobs]
+    assert urls == ["https://mine.example/x.tar", "https://two.example/x.tar"]
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import av
 from av.container import InputContainer
+from av.error import InvalidDataError
 from av.filter import Graph
 from av.video.frame import PictureType
 from av.video.stream import VideoStream
@@ -147,7 +148,7 @@ def _decoded(container: InputContainer, stream: VideoStream) -> Iterator[tuple[a
     for packet in container.demux(stream):
         try:
             frames, damaged = decoder.decode(packet), damaged or packet.is_corrupt
-        except av.error.InvalidDataError:
+        except InvalidDataError:
             frames, damaged, lost = [], True, begun
         for frame in frames:
             damaged = frame.is_corrupt or (damaged and not frame.key_frame)

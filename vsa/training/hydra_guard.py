@@ -20,6 +20,7 @@ from hydra._internal.utils import create_config_search_path
 from hydra.core.config_search_path import ConfigSearchPath, SearchPathQuery
 from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 from hydra.errors import ConfigCompositionException, SearchPathException
 from hydra.plugins.config_source import ConfigResult
 from hydra.types import RunMode
@@ -159,13 +160,18 @@ def _leaves(node: DictConfig | ListConfig, path: tuple[str, ...] = ()) -> Iterat
             yield inner, value
 
 
+def _text(word: Override) -> str:
+    return str(word.input_line).partition("=")[2]
+
+
 class CheckedLoader(ConfigLoaderImpl):
     """Hydra's config loader with checks, for a command and for every job of a sweep in any process."""
 
     def __init__(self, config_search_path: ConfigSearchPath) -> None:
         super().__init__(config_search_path=config_search_path)
         self.repository = _CheckedRepository(config_search_path=config_search_path)
-        self._command = ""
+        # values by typed key
+        self._command: dict[str, set[str]] = {}
 
     def _load_configuration_impl(
         self, config_name: str | None, overrides: list[str], *args: Any, **kwargs: Any
@@ -194,12 +200,14 @@ class CheckedLoader(ConfigLoaderImpl):
         cfg = super().load_configuration(*args, **kwargs)
         # unresolved, since a typed value may refer to another setting
         words: Any = OmegaConf.to_container(cfg.hydra.overrides, resolve=False)
-        typed = [*words["hydra"], *words["task"]]
+        typed = OverridesParser.create(config_loader=self).parse_overrides([*words["hydra"], *words["task"]])
         # the first config is that of the command line; runs of a sweep have words of its file too
-        self._command = self._command or "\n".join(typed)
+        for word in typed if not self._command else ():
+            values = word.sweep_string_iterator() if word.is_sweep_override() else [_text(word)]
+            self._command.setdefault(word.key_or_group, set()).update(values)
         keys = [
-            ((*word.key_or_group.split("."), *inner), str(word.input_line).partition("=")[2] in self._command)
-            for word in OverridesParser.create(config_loader=self).parse_overrides(typed)
+            ((*word.key_or_group.split("."), *inner), _text(word) in self._command.get(word.key_or_group, ()))
+            for word in typed
             if isinstance(word.value(), dict) or not self.repository.group_exists(word.key_or_group)
             # a typed mapping leaves other keys of a file as they are
             for inner, _ in leaves(word.value())
