@@ -35,7 +35,8 @@ def fill_model(cfg: DictConfig) -> None:
         raise ValueError("model=from_checkpoint takes the sizes of a model from init_from, got init_from=null")
     else:
         weights = open_weights(node.sizes_from)
-        refuse_inputs(Path(str(cfg.run_dir)), weights.places if cfg.get("overwrite") else ())
+        if cfg.get("overwrite"):
+            refuse_inputs(Path(str(cfg.run_dir)), weights.places)
         if node._target_ == DIFFUSERS:
             sizes = diffusers_settings(weights.config)
         elif (sizes := weights.run_config.get("model")) is None:
