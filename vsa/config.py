@@ -342,10 +342,7 @@ class _SettingsCheck:
             self.refused.setdefault(key, refusal(key, value, hint))
 
     def problems(self) -> list[str]:
-        return [
-            *self.refused.values(),
-            *(self._unknown(key, value) for key, value in self.unknown.items()),
-        ]
+        return [*self.refused.values(), *(self._unknown(key, value) for key, value in self.unknown.items())]
 
     def _unknown(self, key: str, value: Any) -> str:
         group = key.rpartition(".")[2]
