@@ -105,7 +105,7 @@ def _refusal(path: tuple[str, ...], value: Any, node: DictConfig) -> str | None:
         class_names = ", ".join(name.rpartition(".")[2] for name in TARGETS.get(place, ()))
         return f"expected one of {class_names}" if class_names else "Hydra builds launchers, sweepers and samplers only"
     if top in ("launcher", "sweeper") and value is not None:
-        if path[1] in ("setup", "custom_search_space"):
+        if path[1:2] in (("setup",), ("custom_search_space",)):
             return "a config may not bring commands or functions along: run them before the start"
         if "\n" in text or any("\n" in name for name in path):
             return "a line break would add a command to a batch script"
