@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from vsa.errors import one_line_errors, refuse_unwritable, usable_device
+from vsa.places import place_of
 
 
 def test_a_device_that_works_is_kept():
@@ -90,7 +91,7 @@ def test_folders_that_cannot_be_written_are_named(tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", ["s3://bucket/shards", "hf://me/m", "https://huggingface.co/me/m", "C:/models/m"])
 def test_an_address_does_not_become_a_folder(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match="is an address, expected a folder of this machine"):
-        refuse_unwritable(Path(name))
+    with pytest.raises(ValueError, match=f"--out {name} is not a path of this machine"):
+        place_of(name, f"--out {name}")
     # control: a name with a colon, and folders that are not there yet
-    refuse_unwritable(Path("clips-12:30/new"))
+    refuse_unwritable(place_of("clips-12:30/new", "--out"))

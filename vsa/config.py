@@ -167,19 +167,6 @@ ELSEWHERE = {
 """Arguments of classes that a run sets from another key."""
 
 
-def _targets(node: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    if isinstance(node, Mapping):
-        for name, value in node.items():
-            inner = f"{key}.{name}" if key else str(name)
-            if name == "_target_":
-                yield inner, value
-            else:
-                yield from _targets(value, inner)
-    elif isinstance(node, list | tuple):
-        for i, value in enumerate(node):
-            yield from _targets(value, f"{key}[{i}]")
-
-
 def check_targets(config: Any) -> None:
     """Raise ValueError for a config with a class that it may not name, or that is none for its place.
 
@@ -190,8 +177,10 @@ def check_targets(config: Any) -> None:
         config = OmegaConf.to_container(config, resolve=True)
     else:
         refuse_other_references(config)
-    for key, target in _targets(config):
-        group, *inner = key.split(".")
+    for path, target in leaves(config):
+        if "_target_" not in path:
+            continue
+        key, (group, *inner) = ".".join(path), path
         modules = (*ALLOWED_TARGETS, *(OF_LIGHTNING if group in ("trainer", *TABLES) else ()))
         refused = ValueError(f"{key}={target} is not allowed: a config may build classes of vsa and lightning only")
         if not isinstance(target, str) or not target.startswith(modules) or "._" in target:
@@ -353,10 +342,7 @@ class _SettingsCheck:
             self.refused.setdefault(key, refusal(key, value, hint))
 
     def problems(self) -> list[str]:
-        return [
-            *self.refused.values(),
-            *(self._unknown(key, value) for key, value in self.unknown.items()),
-        ]
+        return [*self.refused.values(), *(self._unknown(key, value) for key, value in self.unknown.items())]
 
     def _unknown(self, key: str, value: Any) -> str:
         group = key.rpartition(".")[2]

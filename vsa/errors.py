@@ -102,8 +102,6 @@ def refuse_unwritable(folder: Path) -> None:
     """Raise ValueError if `folder`, which need not exist yet, cannot be written to."""
     nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     refusal = f"cannot write to {folder}: {nearest} is not a writable folder"
-    if len(missing := folder.absolute().relative_to(nearest.absolute()).parts) > 1 and missing[0].endswith(":"):
-        raise ValueError(f"{folder} is an address, expected a folder of this machine")
     if not nearest.is_dir() or not os.access(nearest, os.W_OK):
         raise ValueError(refusal)
     try:

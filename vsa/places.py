@@ -95,7 +95,7 @@ def misplaced(key: str, node: Any, run_dir: str) -> Iterator[tuple[str, str]]:
 
 def leaves(node: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
     """All values below a node of plain containers, with their keys."""
-    inner = node.items() if isinstance(node, Mapping) else enumerate(node) if isinstance(node, list) else None
+    inner = node.items() if isinstance(node, Mapping) else enumerate(node) if isinstance(node, list | tuple) else None
     if inner is None:
         yield path, node
         return

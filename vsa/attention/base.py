@@ -176,7 +176,8 @@ class AttentionMethod(nn.Module):
     def layout(self, segments: Sequence[Segment], device: torch.device | str | None = None) -> TileLayout:
         """The token order and tiles of this method for a row of segments."""
         layout = TileLayout.build(segments, **self.tiling(), device=device)
-        if layout.can_derive:
+        # of one video, whose tensors hold data
+        if len(layout.segments) == 1 and layout.device.type != "meta":
             self.prepare(layout)
         return layout
 

@@ -30,12 +30,7 @@ class CompressedKV(AttentionMethod):
     takes_text = False
     takes_query_parts = True
 
-    def __init__(
-        self,
-        *,
-        pool_thw: tuple[AtLeastOne, AtLeastOne, AtLeastOne] = (2, 2, 2),
-        **layer: Any,
-    ):
+    def __init__(self, *, pool_thw: tuple[AtLeastOne, AtLeastOne, AtLeastOne] = (2, 2, 2), **layer: Any):
         super().__init__(**layer)
         self.pool_thw = tuple(pool_thw)
 

@@ -186,11 +186,6 @@ class TileLayout:
             raise ValueError(f"{what} takes rows of one video, got {[s.kind for s in self.segments]}")
         return self.segments[0]
 
-    @property
-    def can_derive(self) -> bool:
-        """Whether the row is one video and its tensors hold data (not on the meta device)."""
-        return len(self.segments) == 1 and self.device.type != "meta"
-
     def derive(self, make: Callable[..., Made], *arguments: Any) -> Made:
         """The result of `make(layout, *arguments)`, cached.
 

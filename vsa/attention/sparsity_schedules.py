@@ -71,13 +71,7 @@ class LinearSparsity(SparsitySchedule):
         **end: see `SparsitySchedule`.
     """
 
-    def __init__(
-        self,
-        *,
-        dense_steps: Count,
-        total_steps: AtLeastOne,
-        **end: Any,
-    ):
+    def __init__(self, *, dense_steps: Count, total_steps: AtLeastOne, **end: Any):
         super().__init__(**end)
         self._dense_steps, self._total_steps = dense_steps, total_steps
 

@@ -8,7 +8,7 @@ was converted there and back can be sampled again.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
@@ -257,7 +257,8 @@ def convert(source: WeightSource, out: Path, options: Conversion, *, like: str |
     kind = "dense"
     if sparse is not None:
         topk = f"top-k {min(sparse.grid_topk[0])}..{max(sparse.grid_topk[0])} of {sparse.num_tiles[0]}"
-        names = ["sparse"] if sparse.settings is None else [sparse.method, *_unusual(sparse)]
+        own = [f"{k}={'...' if isinstance(v, Mapping) else shown(v)}" for k, v in _unusual_of(sparse).items()]
+        names = ["sparse"] if sparse.settings is None else [sparse.method, *own]
         kind = ", ".join([*names, topk] if sparse.selects else names)
     lines = [f"{len(source)} tensors, {count / 1e6:.1f}M parameters ({kind}) from {source} in {out}"]
     if sparse is None and source.step_list is not None and sampling is None and options.to != "run":
@@ -292,11 +293,6 @@ def convert_adapters(source: WeightSource, out: Path, options: Conversion) -> li
 def _unusual_of(sparse: SparseAttentionConfig) -> dict[str, Any]:
     """Settings of a method that differ from its defaults."""
     return unusual(NAMED[sparse.method], sparse.settings or {})
-
-
-def _unusual(sparse: SparseAttentionConfig) -> Iterator[str]:
-    for name, value in _unusual_of(sparse).items():
-        yield f"{name}=..." if isinstance(value, Mapping) else f"{name}={shown(value)}"
 
 
 def with_dtypes(model: Network, source: WeightSource) -> Network:

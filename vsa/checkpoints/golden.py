@@ -104,11 +104,7 @@ def attention_output(model: Network, case: GoldenCase, recorder: Recorder | None
 
 @torch.no_grad()
 def write_golden(
-    model: Network,
-    folder: str | Path,
-    *,
-    layers: Sequence[int] | None = None,
-    tolerance: float = TOLERANCE,
+    model: Network, folder: str | Path, *, layers: Sequence[int] | None = None, tolerance: float = TOLERANCE
 ) -> Path:
     """Write `golden.safetensors` into an exported folder and reference it in its `sparse_attention.json`.
 

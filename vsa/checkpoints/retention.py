@@ -67,20 +67,16 @@ def shared_step(folder: Path, resumed: Path) -> int:
     """The newest step in `folder` on the same branch as the checkpoint to resume; 0 if there is none."""
     resumed, own = resumed.resolve(), list_checkpoints(folder.resolve())
     if resumed in own:
-        return _step_of(resumed.name)
+        return step_of(resumed)
     if resumed.parent.parent == folder.resolve() and (branch := _branch_of(resumed.parent)):
-        return _step_of(branch)
+        return int(branch.removeprefix("step-"))
     with suppress(OSError, ValueError):
         # a copy of a checkpoint of this folder
         content = read_bytes(resumed / "state.json")
         for path in own:
             if read_bytes(path / "state.json") == content:
-                return _step_of(path.name)
+                return step_of(path)
     return 0
-
-
-def _step_of(name: str) -> int:
-    return int(name.removeprefix("step-"))
 
 
 def set_aside(folder: Path, step: int) -> Path | None:
@@ -88,7 +84,7 @@ def set_aside(folder: Path, step: int) -> Path | None:
 
     The oldest is moved first: if the process is killed in between, the newest checkpoint is still in place.
     """
-    later = [path for path in list_checkpoints(folder) if _step_of(path.name) > step]
+    later = [path for path in list_checkpoints(folder) if step_of(path) > step]
     if not later:
         return None
     name = f"{_ABANDONED}{checkpoint_name(step)}"

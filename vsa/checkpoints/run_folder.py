@@ -326,6 +326,5 @@ def _put_back(folder: Path) -> None:
         set_run_aside(folder)
     _replace(folder, olds[-1])
     warnings.warn(
-        f"run folder {folder}: put its old run back, which was to be overwritten by one that made no step",
-        stacklevel=2,
+        f"run folder {folder}: put its old run back, which was to be overwritten by one that made no step", stacklevel=2
     )

@@ -15,11 +15,7 @@ from vsa.attention.base import AttentionMethod
 from vsa.attention.full import FullAttention
 from vsa.attention.named import NAMED, layers_of, name_of, unusual
 from vsa.attention.video_sparse import Backend, VideoSparseAttention
-from vsa.checkpoints.sparse_config import (
-    SPARSE_CONFIG,
-    SparseAttentionConfig,
-    write_sparse_config,
-)
+from vsa.checkpoints.sparse_config import SPARSE_CONFIG, SparseAttentionConfig, write_sparse_config
 from vsa.checkpoints.wan_config import SPARSE_FLAG, transformer_config
 from vsa.checkpoints.wan_names import diffusers_to_wan, wan_config
 from vsa.checkpoints.weight_files import exhaust, finite, refuse_existing, some, write_weights

@@ -37,28 +37,11 @@ from vsa.checkpoints.original_names import Rows, original_rows, own_name
 from vsa.checkpoints.run_checkpoint import resolve_checkpoint
 from vsa.checkpoints.run_weights import Group, RunWeights
 from vsa.checkpoints.sampling_settings import read_sampling_part
-from vsa.checkpoints.sparse_config import (
-    SPARSE_CONFIG,
-    SparseAttentionConfig,
-    has_sparse_config,
-    read_sparse_config,
-)
-from vsa.checkpoints.wan import (
-    Gates,
-    attention_of,
-    gate_names,
-    refuse_other_attention,
-)
+from vsa.checkpoints.sparse_config import SPARSE_CONFIG, SparseAttentionConfig, has_sparse_config, read_sparse_config
+from vsa.checkpoints.wan import Gates, attention_of, gate_names, refuse_other_attention
 from vsa.checkpoints.wan_config import CLASS_NAME, named_sizes, transformer_config, video_dit_arguments
 from vsa.checkpoints.wan_names import config_of_wan, is_gate, is_unused, wan_to_diffusers
-from vsa.checkpoints.weight_files import (
-    WeightFiles,
-    hub_parts,
-    local_folder,
-    pretrained_folder,
-    read_json,
-    some,
-)
+from vsa.checkpoints.weight_files import WeightFiles, hub_parts, local_folder, pretrained_folder, read_json, some
 from vsa.checkpoints.weights import WeightSource
 from vsa.data.codecs import vae_kind
 from vsa.data.pretrained import weights_digest

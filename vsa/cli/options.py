@@ -63,8 +63,7 @@ Device = Annotated[str | None, option("cpu, cuda, cuda:1, ... (cuda if available
 BatchSize = Annotated[int | None, option("clips sampled together (16; pipeline: 1)", whole=(1, 65_536))]
 Steps = Annotated[int | None, option("sampler steps (the run's, 50; distilled: its own)", whole=(1, 10_000))]
 Guidance = Annotated[
-    float | None,
-    option("guidance G, uncond + G * (cond - uncond) (the run's, 5; distilled: 1)", real=(-100, 100)),
+    float | None, option("guidance G, uncond + G * (cond - uncond) (the run's, 5; distilled: 1)", real=(-100, 100))
 ]
 LowExpert = Annotated[
     str | None,

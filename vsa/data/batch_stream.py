@@ -252,12 +252,7 @@ class TrainStream(PlannedStream):
         # counted over the global batch, so that the division into micro-batches does not matter
         times = occurrences([ref.id for ref in plan.refs])
         draws = [
-            Draw(
-                ref=ref,
-                caption=self._caption(ref, step, time),
-                seed=sample_seed(seed, step, ref.id, time),
-                slot=slot,
-            )
+            Draw(ref=ref, caption=self._caption(ref, step, time), seed=sample_seed(seed, step, ref.id, time), slot=slot)
             for slot, ref, time in ((slot, plan.refs[slot], times[slot]) for slot in slots)
         ]
         return self.collate(number, draws, num_slots=self.batch_size, step=step)

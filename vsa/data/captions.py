@@ -71,23 +71,16 @@ class Captions:
         """What is worth telling about them."""
         words = ", ".join(f"{count} {word or 'empty'}" for word, count in Counter(self.void).most_common())
         uses = Counter(chain(*map(set, self.of.values())))
-        for found, text in (
-            (self.uncaptioned, "without a caption: {} files, first {.name}"),
-            (self.void, f"cells and texts that are no caption: {words}"),
-            (
-                self.joined,
-                "lines joined to one caption: {} text files, first {.name}; a blank line begins another caption",
-            ),
-            (
-                [*self.moved.items()],
-                "found by the end of their path: {0} names of the caption file, first {1[0]} as {1[1]}",
-            ),
-            (self.repeated, "with several entries, each of which gives captions: {} files, first {.name}"),
-            (
-                [text for text, count in uses.items() if count > 1],
-                "the same text for several files: {}, first {!r:.60}",
-            ),
-        ):
+        joined, moved, shared = self.joined, [*self.moved.items()], [text for text, count in uses.items() if count > 1]
+        told: dict[str, list[Any]] = {
+            "without a caption: {} files, first {.name}": self.uncaptioned,
+            f"cells and texts that are no caption: {words}": self.void,
+            "lines joined to one caption: {} text files, first {.name}; a blank line begins another caption": joined,
+            "found by the end of their path: {0} names of the caption file, first {1[0]} as {1[1]}": moved,
+            "with several entries, each of which gives captions: {} files, first {.name}": self.repeated,
+            "the same text for several files: {}, first {!r:.60}": shared,
+        }
+        for text, found in told.items():
             if found:
                 yield text.format(len(found), found[0])
 

@@ -33,14 +33,7 @@ from vsa.data.media_folder import file_version, media_files, sample_ids, version
 from vsa.data.pretrained_vae import PretrainedVAE
 from vsa.data.prompts import tidy
 from vsa.data.reconstruction import describe_reconstruction
-from vsa.data.resumable_writer import (
-    PartContent,
-    PartsReport,
-    check_target,
-    join_parts,
-    pending_parts,
-    write_parts,
-)
+from vsa.data.resumable_writer import PartContent, PartsReport, check_target, join_parts, pending_parts, write_parts
 from vsa.data.shard_writer import ShardWriter
 from vsa.data.shots import Film, ShotFinder
 from vsa.data.text import TextEncoder, describe_cut

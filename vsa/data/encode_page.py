@@ -73,8 +73,8 @@ def _sizes(clips: Sequence[Sequence[float]], rebuilt: Sequence[Mapping[str, Any]
     for size, lengths in sorted(seconds.items(), key=lambda item: -len(item[1])):
         errors = [note["error"] for note in rebuilt if tuple(note["size"]) == size]
         psnr = [f"{decibel(error):.1f}" for error in (math.fsum(errors) / len(errors), max(errors))] if errors else []
-        row = [_name(size), f"{len(lengths):,}", f"{math.fsum(lengths):,.1f}", *(psnr or ["", ""]), str(len(errors))]
-        rows.append(row)
+        total = f"{math.fsum(lengths):,.1f}"
+        rows.append([_name(size), f"{len(lengths):,}", total, *(psnr or ["", ""]), str(len(errors))])
     headings = [
         ("height x width x frames", ""),
         ("clips", ""),
@@ -100,14 +100,11 @@ def _pictures(rebuilt: Sequence[Mapping[str, Any]], folder: Path) -> list[tuple[
     found = []
     for size, notes in by_size.items():
         pictures = [np.asarray(Image.open(io.BytesIO(base64.b64decode(note["png"])))) for note in notes[:3]]
-        path = folder / f"{_name(size)}.png"
-        Image.fromarray(np.concatenate([p[: pictures[0].shape[0], : pictures[0].shape[1]] for p in pictures])).save(
-            path
-        )
+        path, (height, width) = folder / f"{_name(size)}.png", pictures[0].shape[:2]
+        Image.fromarray(np.concatenate([picture[:height, :width] for picture in pictures])).save(path)
         named = ", ".join(f"{note['name']} ({decibel(note['error']):.1f} dB)" for note in notes[:3])
-        found.append(
-            (f"Clips of {_name(size)}", f"First, middle and last frame above its reconstruction: {named}.", path)
-        )
+        text = f"First, middle and last frame above its reconstruction: {named}."
+        found.append((f"Clips of {_name(size)}", text, path))
     return found
 
 

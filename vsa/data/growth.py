@@ -45,7 +45,7 @@ def set_to_grow(
     pairs: list[tuple[str, Any, Any]] = [
         ("codec", index.codec, CodecInfo.of(codec)),
         ("text encoder", index.text_encoder, TextInfo.of(text_encoder)),
-        ("image encoder", index.image_encoder, ImageInfo.of(image_encoder)),
+        ("image encoder", index.image_encoder, image_encoder and ImageInfo.of(image_encoder)),
     ]
     for what, *both in pairs:
         if both[0] != both[1]:

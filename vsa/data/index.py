@@ -15,16 +15,14 @@ import math
 import re
 from collections import Counter
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Self
 
-from vsa.data.codecs import Codec
-from vsa.data.image_encoder import ImageEncoder
 from vsa.data.index_values import channel_statistics, digest, reals, whole, wholes, words
 from vsa.data.plan import Shape
-from vsa.data.text import TextEncoder
-from vsa.files import parse_json, read_text
+from vsa.files import check_kind, parse_json, read_text
+from vsa.settings import Bound
 
 SCHEMA = 1
 INDEX_NAME = "index.json"
@@ -41,55 +39,50 @@ _KEYS = {"index_sha256", "schema", "codec", "text_encoder", "latent_mean", "late
 _KEYS |= {"cond_channels", "null_text", "shards"}
 _OTHER_KEYS = {"image_encoder", "revision", "previous"}
 # far above the values of data sets, far below those that exhaust a machine
-_MOST_CHANNELS = _MOST_TOKENS = _MOST_WIDTH = 65_536
+_MOST_CHANNELS = 65_536
 _MOST_STRIDE, _MOST_SIDE, _MOST_CAPTIONS, _MOST_BYTES, _MOST_REVISIONS = 1024, 1 << 20, 100_000, 1 << 50, 100_000
+_Size = Annotated[int, Bound(">=", 1), Bound("<=", _MOST_CHANNELS)]
+_Text = Annotated[str, Bound(">=", 1), Bound("<=", 4096)]
+_ENCODERS: dict[str, Any] = {
+    "codec": {"id": _Text, "hash": _Text, "stride": list, "channels": _Size},
+    "text_encoder": {"id": _Text, "hash": _Text, "dim": _Size, "max_tokens": _Size},
+    "image_encoder?": {"id": _Text, "hash": _Text, "tokens": _Size, "dim": _Size},
+}
 
 
 @dataclass(frozen=True, kw_only=True)
-class CodecInfo:
-    """The codec of the latents; see `vsa.data.codecs.Codec`."""
-
+class _Info:
     id: str
     hash: str
+
+    @classmethod
+    def of(cls, encoder: Any) -> Self:
+        """The fields of a codec or encoder that an index stores."""
+        return cls(**{each.name: getattr(encoder, each.name) for each in fields(cls)})
+
+
+@dataclass(frozen=True, kw_only=True)
+class CodecInfo(_Info):
+    """The codec of the latents; see `vsa.data.codecs.Codec`."""
+
     stride: tuple[int, int, int]
     channels: int
 
-    @staticmethod
-    def of(codec: Codec) -> CodecInfo:
-        """The fields of a codec that an index stores."""
-        return CodecInfo(id=codec.id, hash=codec.hash, stride=codec.stride, channels=codec.channels)
-
 
 @dataclass(frozen=True, kw_only=True)
-class TextInfo:
+class TextInfo(_Info):
     """The text encoder of the captions; see `vsa.data.text.TextEncoder`."""
 
-    id: str
-    hash: str
     dim: int
     max_tokens: int
 
-    @staticmethod
-    def of(encoder: TextEncoder) -> TextInfo:
-        """The fields of a text encoder that an index stores."""
-        return TextInfo(id=encoder.id, hash=encoder.hash, dim=encoder.dim, max_tokens=encoder.max_tokens)
-
 
 @dataclass(frozen=True, kw_only=True)
-class ImageInfo:
+class ImageInfo(_Info):
     """The image encoder of the first frames; see `vsa.data.image_encoder.ImageEncoder`."""
 
-    id: str
-    hash: str
     tokens: int
     dim: int
-
-    @staticmethod
-    def of(encoder: ImageEncoder | None) -> ImageInfo | None:
-        """The fields of an image encoder that an index stores; None without one."""
-        if encoder is None:
-            return None
-        return ImageInfo(id=encoder.id, hash=encoder.hash, tokens=encoder.tokens, dim=encoder.dim)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -283,7 +276,9 @@ def valid_id(name: str) -> bool:
 
 
 def _parse(content: dict[str, Any]) -> DatasetIndex:
-    codec, text_encoder = _codec(content["codec"]), _text_encoder(content["text_encoder"])
+    check_kind(content, _ENCODERS, "it")
+    stride = wholes("codec.stride", content["codec"]["stride"], 3, _MOST_STRIDE)
+    codec = CodecInfo(**content["codec"] | {"stride": stride})
     shards: dict[str, ShardEntry] = {}
     latents: dict[str, tuple[Shape, Span, About]] = {}
     texts: dict[str, tuple[int, Span]] = {}
@@ -315,7 +310,7 @@ def _parse(content: dict[str, Any]) -> DatasetIndex:
     mean, std = channel_statistics(content, channels=codec.channels)
     return DatasetIndex(
         codec=codec,
-        text_encoder=text_encoder,
+        text_encoder=TextInfo(**content["text_encoder"]),
         latent_mean=mean,
         latent_std=std,
         null_text=_span(shards[null["shard"]], null["offset"], null["size"], null["sha256"]),
@@ -327,7 +322,7 @@ def _parse(content: dict[str, Any]) -> DatasetIndex:
             for name, (shape, span, about) in latents.items()
         },
         cond_channels=whole("cond_channels", content["cond_channels"], 0, _MOST_CHANNELS),
-        image_encoder=_image_encoder(content["image_encoder"]) if "image_encoder" in content else None,
+        image_encoder=ImageInfo(**content["image_encoder"]) if "image_encoder" in content else None,
         # absent in a set that has not grown
         revision=whole("revision", content.get("revision", 1), 1, _MOST_REVISIONS),
         previous=digest("previous", content["previous"]) if content.get("revision", 1) != 1 else None,
@@ -346,34 +341,6 @@ def _about(sample: str, content: dict[str, Any]) -> About:
         start=whole(f"{sample}.start", content.get("start", 0), 0, _MOST_BYTES),
         resampled=content.get("resampled") is True,
         version=digest(f"{sample}.version", content["version"]) if "version" in content else None,
-    )
-
-
-def _codec(content: dict[str, Any]) -> CodecInfo:
-    t, h, w = wholes("codec.stride", content["stride"], 3, _MOST_STRIDE)
-    return CodecInfo(
-        id=words("codec.id", content["id"]),
-        hash=words("codec.hash", content["hash"]),
-        stride=(t, h, w),
-        channels=whole("codec.channels", content["channels"], 1, _MOST_CHANNELS),
-    )
-
-
-def _text_encoder(content: dict[str, Any]) -> TextInfo:
-    return TextInfo(
-        id=words("text_encoder.id", content["id"]),
-        hash=words("text_encoder.hash", content["hash"]),
-        dim=whole("text_encoder.dim", content["dim"], 1, _MOST_WIDTH),
-        max_tokens=whole("text_encoder.max_tokens", content["max_tokens"], 1, _MOST_TOKENS),
-    )
-
-
-def _image_encoder(content: dict[str, Any]) -> ImageInfo:
-    return ImageInfo(
-        id=words("image_encoder.id", content["id"]),
-        hash=words("image_encoder.hash", content["hash"]),
-        tokens=whole("image_encoder.tokens", content["tokens"], 1, _MOST_TOKENS),
-        dim=whole("image_encoder.dim", content["dim"], 1, _MOST_WIDTH),
     )
 
 

@@ -328,11 +328,7 @@ class PlanDataModule(LightningDataModule):
 
     def _loader(self, kind: Callable[..., IterableDataset[VideoBatch]], **options: Any) -> DataLoader[VideoBatch]:
         stream = kind(
-            store=self.store,
-            part=self._part(),
-            batch_size=self.batch_size,
-            text_padding=self.text_padding,
-            **options,
+            store=self.store, part=self._part(), batch_size=self.batch_size, text_padding=self.text_padding, **options
         )
         return DataLoader(
             stream,

@@ -40,11 +40,7 @@ class PretrainedVAE:
     needed: tuple[str, ...]
 
     def __init__(
-        self,
-        source: str,
-        *,
-        dtype: Literal["float32", "bfloat16", "float16"] = "float32",
-        tiled_decoding: bool = False,
+        self, source: str, *, dtype: Literal["float32", "bfloat16", "float16"] = "float32", tiled_decoding: bool = False
     ) -> None:
         self._source, self._folder = source, vae_folder(source)
         self.places = (self._folder,)

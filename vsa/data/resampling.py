@@ -80,5 +80,5 @@ def irregular(ends: Sequence[float], repeated: int) -> str:
     gaps = sum(max(round(length / usual), 1) - 1 for length in short)
     jitter = 1000 * max((abs(length - round(length / usual) * usual) for length in short), default=0)
     told = [f"{repeated} repeated"] * (repeated > 0) + [f"{gaps} missing"] * (gaps > 0)
-    told += [f"a pause of {max(lengths):.2g} s"] * (len(short) < len(lengths))
+    told += [f"a pause of {max(lengths, default=0):.2g} s"] * (len(short) < len(lengths))
     return ", ".join(told + [f"jitter of {jitter:.2g} ms"] * (jitter > _ROUNDING))

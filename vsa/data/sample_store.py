@@ -16,15 +16,7 @@ from vsa.data.bad_samples import read_drop_list
 from vsa.data.batch import PendingLatents
 from vsa.data.codecs import EMBEDDED, Codec, settings_of
 from vsa.data.encoders import SENTENCE_SETTINGS
-from vsa.data.index import (
-    INDEX_NAME,
-    USUAL_FPS,
-    CodecInfo,
-    DatasetIndex,
-    ImageInfo,
-    SampleEntry,
-    TextInfo,
-)
+from vsa.data.index import INDEX_NAME, USUAL_FPS, CodecInfo, DatasetIndex, ImageInfo, SampleEntry, TextInfo
 from vsa.data.index_statistics import deviation_or_one, pooled_statistics
 from vsa.data.plan import SampleRef, Shape
 from vsa.data.revisions import open_local_index

@@ -82,7 +82,7 @@ class ShardWriter:
             if path.name not in own:
                 raise ValueError(f"{path} is not part of a data set in {self.root}: choose another folder, or move it")
         self._codec = codec
-        self._text_encoder, self._image = text_encoder, ImageInfo.of(image_encoder)
+        self._text_encoder, self._image = text_encoder, image_encoder and ImageInfo.of(image_encoder)
         self._samples_per_shard = samples_per_shard
         self._dtype = _DTYPES[dtype]
         self._open: dict[str, _OpenShard] = {}
@@ -180,14 +180,8 @@ class ShardWriter:
         self._sums += torch.stack([torch.full((len(flat),), flat.shape[1]), flat.sum(1), (flat**2).sum(1)])
         shape = tuple(latents.shape)
         header = {"codec_id": self._codec.id, "codec_hash": self._codec.hash}
-        record = {
-            "schema": SCHEMA,
-            "id": sample_id,
-            "latent_shape": shape,
-            **header,
-            "captions": list(captions),
-            **info,
-        }
+        record = {"schema": SCHEMA, "id": sample_id, "latent_shape": shape, **header, "captions": list(captions)}
+        record |= info
         fields = {
             "latent.safetensors": save_tensors(tensors, {"vsa": json.dumps(header)}),
             "json": json.dumps(record, ensure_ascii=False).encode(),
@@ -217,12 +211,9 @@ class ShardWriter:
         return result
 
     def _text_payload(self, captions: Sequence[str]) -> bytes:
-        header = {
-            "text_encoder_id": self._text_encoder.id,
-            "text_encoder_hash": self._text_encoder.hash,
-            "captions": list(captions),
-        }
-        rows = self._text_encoder.encode_batch(captions)
+        encoder = self._text_encoder
+        header = {"text_encoder_id": encoder.id, "text_encoder_hash": encoder.hash, "captions": list(captions)}
+        rows = encoder.encode_batch(captions)
         tensors = {str(i): row.contiguous() for i, row in enumerate(rows)}
         # a single metadata key, because the order of several in the file would change from run to run
         return save_tensors(tensors, {"vsa": json.dumps(header)})

@@ -163,16 +163,8 @@ class ShotRecord:
 
     def add(self, name: str, path: Path, film: Film) -> None:
         """Keep the shots of a film."""
-        line = json.dumps(
-            {
-                "film": name,
-                "digest": file_version(path),
-                "shots_by": self._by,
-                "size": [film.height, film.width],
-                "rate": film.rate,
-                "shots": film.shots,
-            }
-        )
+        known = {"film": name, "digest": file_version(path), "shots_by": self._by}
+        line = json.dumps(known | {"size": [film.height, film.width], "rate": film.rate, "shots": film.shots})
         with self._lock, writing(self._path):
             self._path.parent.mkdir(parents=True, exist_ok=True)
             # one write, so that lines of several processes do not mix; the line before may have been cut

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from vsa.data.index import SampleEntry
 from vsa.data.plan import hash64, is_validation
@@ -65,21 +65,14 @@ def more_held_out(sizes: Mapping[str, int], fraction: float, least: int) -> set[
     return more
 
 
-def count_held_out(
-    first: Sequence[SampleEntry],
-    samples: Sequence[SampleEntry],
-    group: Callable[[SampleEntry], str],
-    fraction: float,
-    least: int,
-) -> int:
+def count_held_out(first: Sequence[SampleEntry], samples: Sequence[SampleEntry], data: Mapping[str, Any]) -> int:
     """How many of the samples of a run are held out from its training.
 
     Args:
-        first: samples of the first phase, which decide on `least`.
+        first: samples of the first phase, which decide on `val_least`.
         samples: all samples.
-        group: see `split_group`.
-        fraction: see `more_held_out`.
-        least: see `more_held_out`.
+        data: settings of the data module of the run.
     """
-    more = more_held_out(Counter(map(group, first)), fraction, least) if fraction else set()
+    group, fraction = split_group(data.get("val_by", "id"), data.get("val_field")), data.get("val_fraction", 0.05)
+    more = more_held_out(Counter(map(group, first)), fraction, data.get("val_least", 0)) if fraction else set()
     return sum(is_validation(name, fraction) or name in more for name in map(group, samples))

@@ -8,7 +8,7 @@ has not yielded yet. A resumed run begins at the smallest of these numbers, with
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count, groupby
 
@@ -205,7 +205,7 @@ class StreamedBatches(IterableDataset[VideoBatch]):
         # the place in the batch that is being filled, and how many samples in a row were bad for it
         place, in_row = -1, 0
         while True:
-            self.store.readers[TRAIN].hold(_payloads(samples))
+            self.store.readers[TRAIN].hold({span: data for sample in samples for span, data in sample.payloads.items()})
             draws = [self._draw(sample.entry, step, slot) for sample, slot in zip(samples, slots, strict=True)]
             try:
                 batch = read_batch(
@@ -301,7 +301,3 @@ def _members(folder: str, spans: Sequence[Span], tell: Callable[[RemoteError], N
         except RemoteError as error:
             tell(error)
             yield from [None] * len(remaining)
-
-
-def _payloads(samples: Iterable[Arrived]) -> dict[Span, bytes]:
-    return {span: payload for sample in samples for span, payload in sample.payloads.items()}

@@ -280,13 +280,7 @@ class SentenceEncoder(_TransformersEncoder):
                 "pip install 'vsa-train[text]'"
             )
         super().__init__(
-            self.NAME,
-            folder,
-            folder,
-            kind="BertModel",
-            width="hidden_size",
-            max_tokens=max_tokens,
-            device=device,
+            self.NAME, folder, folder, kind="BertModel", width="hidden_size", max_tokens=max_tokens, device=device
         )
 
     def _modules(self) -> tuple[Any, Any]:

@@ -172,9 +172,8 @@ def _whole_frames(container: InputContainer, stream: VideoStream) -> Iterator[tu
         return
     graph: Any = Graph()
     source = graph.add_buffer(template=stream, time_base=first.time_base)
-    graph.link_nodes(
-        source, graph.add("bwdif", "mode=send_frame:deint=interlaced"), graph.add("buffersink")
-    ).configure()
+    bwdif = graph.add("bwdif", "mode=send_frame:deint=interlaced")
+    graph.link_nodes(source, bwdif, graph.add("buffersink")).configure()
     for frame, is_damaged in chain([(first, damaged)], decoded, [(None, False)]):
         graph.push(frame)
         with suppress(BlockingIOError, EOFError):

@@ -5,7 +5,6 @@ T H W frames and pixels.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import random
@@ -18,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vsa.data.plan import hash64
 from vsa.data.toy_shapes import measure_shape
 from vsa.data.video_files import write_video
 from vsa.errors import refuse_unwritable
@@ -292,7 +292,7 @@ def score_clip(video: Tensor, caption: str) -> dict[str, bool]:
 def _stream(seed: int, index: int) -> Callable[[], float]:
     """Uniform numbers in [0, 1) that belong to one clip."""
     # only Random.random() keeps its stream across Python versions
-    return random.Random(_hash64(f"toy {seed} {index}")).random
+    return random.Random(hash64(f"toy {seed} {index}")).random
 
 
 def _attributes(draw: Callable[[], float]) -> ToyAttributes:
@@ -335,7 +335,3 @@ def _cosine(a: np.ndarray, b: np.ndarray) -> float:
 
 def _pick(names: tuple[str, ...], u: float) -> str:
     return names[int(u * len(names))]
-
-
-def _hash64(text: str) -> int:
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")

@@ -23,7 +23,7 @@ from vsa.checkpoints.weight_files import HUB_ID, is_hub_id
 from vsa.data.index import USUAL_FPS
 from vsa.data.revisions import open_local_index, phases_of
 from vsa.data.sample_store import chosen_samples
-from vsa.data.splits import count_held_out, split_group
+from vsa.data.splits import count_held_out
 from vsa.evaluation.figures import health_curves, loss_curve
 from vsa.files import write_whole
 from vsa.reports.clips import newest_clips
@@ -180,11 +180,8 @@ def _data(source: RunWeights) -> Iterator[tuple[str, str]]:
     for what in ("codec", "text_encoder"):
         yield what.replace("_", " "), (source.state.get(what) or {}).get("id", "")
     yield "frames per second", f"{source.state.get('fps', USUAL_FPS):g}"
-    roots = {
-        "main": data.get("root"),
-        **{name: entry.get("root") for name, entry in (data.get("sources") or {}).items()},
-    }
-    roots = {name: Path(root) for name, root in roots.items() if root is not None}
+    sources = {"main": data, **(data.get("sources") or {})}
+    roots = {name: Path(root) for name, entry in sources.items() if (root := entry.get("root")) is not None}
     phases = {name: phases_of(data.get("revision"), name) for name in roots}
     try:
         first, last = (
@@ -215,13 +212,8 @@ def _data(source: RunWeights) -> Iterator[tuple[str, str]]:
     )
     named = [f"{' x '.join(map(str, size))} ({many:,})" for size, many in sizes.most_common(_LISTED_SIZES)]
     yield "frames x height x width", ", ".join([*named, *(["..."] if len(sizes) > _LISTED_SIZES else [])])
-    out = count_held_out(
-        [sample for index in first.values() for sample in index.samples.values()],
-        [sample for _, _, sample in samples],
-        split_group(data.get("val_by", "id"), data.get("val_field")),
-        data.get("val_fraction", 0.05),
-        data.get("val_least", 0),
-    )
+    before = [sample for index in first.values() for sample in index.samples.values()]
+    out = count_held_out(before, [sample for _, _, sample in samples], data)
     yield "held out", f"{out:,} of {len(samples):,} clips ({out / len(samples):.0%})"
 
 

@@ -156,9 +156,6 @@ def _not_shown(run: Run, chart_keys: list[str], clips: object, attention: Path) 
             "Attention: no picture was drawn; runs with sparse attention draw one with their last clips.",
         ),
         (run.settings, "Settings: config.yaml is missing."),
-        (
-            run.starts,
-            f"Starts and environment: {run.damaged or 'the run is of a version that did not record them'}.",
-        ),
+        (run.starts, f"Starts and environment: {run.damaged or 'the run is of a version that did not record them'}."),
     )
     return [sentence for there, sentence in sentences if not there]

@@ -20,14 +20,7 @@ from vsa.checkpoints.manifest import MANIFEST, PROJECT, read_manifest
 from vsa.checkpoints.run_checkpoint import list_checkpoints, read_checkpoint, step_of
 from vsa.checkpoints.run_folder import in_use
 from vsa.evaluation.figures import Curve, read_metrics
-from vsa.files import (
-    check_kind,
-    is_regular,
-    open_regular,
-    read_csv,
-    read_json,
-    read_yaml,
-)
+from vsa.files import check_kind, is_regular, open_regular, read_csv, read_json, read_yaml
 
 METRICS, SWEEP = "metrics.csv", "sweep.json"
 # folders of a run that contain no other runs

@@ -363,10 +363,7 @@ def decode_latents(codec: Codec, latents: Tensor, statistics: LatentStatistics) 
 
 
 def generate(
-    run: SamplingPipeline,
-    prompts: Sequence[str],
-    settings: SampleSettings,
-    progress: ProgressFn | None = None,
+    run: SamplingPipeline, prompts: Sequence[str], settings: SampleSettings, progress: ProgressFn | None = None
 ) -> Tensor:
     """Videos for prompts; a clip depends on its prompt, its repetition number and the settings, not on other prompts.
 

@@ -56,17 +56,11 @@ TARGETS = {
 PLUGIN = re.compile(r"'(hydra/(?:sweeper|launcher))/(optuna|submitit_\w+)'")
 """Plugins of the extra `sweep`."""
 
-NAMES_OF_CODE = (("launcher", "setup"), ("sweeper", "custom_search_space"))
-
-SUBMITIT_KEYS = frozenset(
-    (
-        *("_target_", "submitit_folder", "name", "comment", "timeout_min", "time", "max_num_timeout", "signal_delay_s"),
-        *("nodes", "tasks_per_node", "ntasks_per_node", "array_parallelism", "wait_for_completion", "stderr_to_stdout"),
-        *("cpus_per_task", "cpus_per_gpu", "gpus_per_node", "gpus_per_task", "num_gpus", "gres"),
-        *("mem", "mem_gb", "mem_per_cpu", "mem_per_gpu"),
-        *("partition", "qos", "account", "constraint", "exclude", "exclusive", "dependency", "mail_type", "mail_user"),
-        *("setup", "additional_parameters"),
-    )
+SUBMITIT_KEYS = re.compile(
+    "_target_|submitit_folder|name|comment|timeout_min|time|max_num_timeout|signal_delay_s|nodes|tasks_per_node|"
+    "ntasks_per_node|array_parallelism|wait_for_completion|stderr_to_stdout|cpus_per_task|cpus_per_gpu|gpus_per_node|"
+    "gpus_per_task|num_gpus|gres|mem|mem_gb|mem_per_cpu|mem_per_gpu|partition|qos|account|constraint|exclude|exclusive|"
+    "dependency|mail_type|mail_user|setup|additional_parameters"
 )
 """Allowed options of submitit's launchers; `setup` is refused separately, with its reason."""
 
@@ -111,14 +105,14 @@ def _refusal(path: tuple[str, ...], value: Any, node: DictConfig) -> str | None:
     if last == "_target_" and value not in TARGETS.get(place, ()):
         class_names = ", ".join(name.rpartition(".")[2] for name in TARGETS.get(place, ()))
         return f"expected one of {class_names}" if class_names else "Hydra builds launchers, sweepers and samplers only"
-    if top in ("launcher", "sweeper"):
-        if path[:2] in NAMES_OF_CODE and value is not None:
+    if top in ("launcher", "sweeper") and value is not None:
+        if path[1:2] in (("setup",), ("custom_search_space",)):
             return "a config may not bring commands or functions along: run them before the start"
         if "\n" in text or any("\n" in name for name in path):
             return "a line break would add a command to a batch script"
         if "${" in text:
             return "it cannot be resolved when the config is checked"
-        if value is not None and (last == "storage" or PLACE.fullmatch(last)):
+        if last == "storage" or PLACE.fullmatch(last):
             folder = text.removeprefix("sqlite:///")
             if "://" not in folder and (not folder.startswith(f"{node.sweep.dir}/") or ".." in folder.split("/")):
                 return f"expected a place in the folder of the sweep, {node.sweep.dir}/"
@@ -132,7 +126,7 @@ def _refusal(path: tuple[str, ...], value: Any, node: DictConfig) -> str | None:
 
 
 def _submitit_refusal(path: tuple[str, ...]) -> str | None:
-    if path[1] not in SUBMITIT_KEYS:
+    if not SUBMITIT_KEYS.fullmatch(path[1]):
         return "expected resources, limits and names of jobs only"
     if path[1] == "additional_parameters" and len(path) > 2:
         option = path[2].lower().replace("_", "-")

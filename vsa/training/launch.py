@@ -95,13 +95,8 @@ def _do(hydra: Hydra, args: Namespace, parser: ArgumentParser, task: TaskFunctio
     elif args.shell_completion:
         hydra.shell_completion(**what)
     elif args.multirun:
-        _run_several(
-            hydra,
-            hydra.compose_config(
-                args.config_name or "train", [*args.overrides, "hydra.mode=MULTIRUN"], RunMode.MULTIRUN
-            ),
-            task,
-        )
+        words = [*args.overrides, "hydra.mode=MULTIRUN"]
+        _run_several(hydra, hydra.compose_config(what["config_name"], words, RunMode.MULTIRUN), task)
     else:
         what["overrides"].append("hydra.mode=RUN")
         hydra.run(**what, task_function=task)

@@ -45,13 +45,7 @@ class StepFlops:
         return weighted_flops([(times, self._of_pass(network, training, *kind)) for network, training, times in passes])
 
     def _count(
-        self,
-        network: Network,
-        training: bool,
-        shape: tuple[int, ...],
-        topk: KeptTiles,
-        text_len: int,
-        image_len: int,
+        self, network: Network, training: bool, shape: tuple[int, ...], topk: KeptTiles, text_len: int, image_len: int
     ) -> FlopCount:
         expected = expected_topk(self._module, network, topk, shape) if network.selects else None
         if self._measured and network.measured:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import warnings
 from collections.abc import Callable, Mapping
@@ -222,7 +221,8 @@ def _train(
 ) -> None:
     for message in KNOWN_WARNINGS:
         warnings.filterwarnings("ignore", message=message)
-    rank_zero_module.log.addFilter(_no_advert)
+    # Lightning's advertisement of its other packages
+    rank_zero_module.log.addFilter(lambda record: "Tip:" not in record.getMessage())
 
     resume = resumed_checkpoint(cfg, run_dir, verify=not _may_be_several(cfg.trainer))
     refuse_unknown_keys(cfg.resume.allow, cfg, {} if resume is None else resume.state["config"])
@@ -250,11 +250,6 @@ def _train(
     rank_zero_info(f"run folder: {run_dir}")
     checkpoints = [callback for callback in callbacks if isinstance(callback, Checkpointing)]
     fit(trainer, module, datamodule, run_dir, requeue=any(callback.requeue for callback in checkpoints))
-
-
-def _no_advert(record: logging.LogRecord) -> bool:
-    """Log filter that suppresses Lightning's advertisement of its other packages."""
-    return "Tip:" not in record.getMessage()
 
 
 def _check_precision(precision: Any) -> None:

@@ -92,10 +92,7 @@ def neighborhood_index(layout: TileLayout, axes: Axes) -> BlockIndex:
     ids = torch.zeros_like(kv).masked_scatter_(masked, number)
     bits = _mask_bits(tiles, triples, queries, keys, (layout.video_blocks, layout.kv_blocks))
     return replace(
-        index,
-        kv_num_full_blocks=on_device(full_counts),
-        mask_ids=on_device(ids),
-        mask_bits=bits.to(layout.device),
+        index, kv_num_full_blocks=on_device(full_counts), mask_ids=on_device(ids), mask_bits=bits.to(layout.device)
     )
 
 

@@ -60,7 +60,8 @@ def _draw(scenes: Scenes, tables: WorldTables, canvas: Tensor) -> None:
         y, x = paths[..., 2 + 2 * number : 4 + 2 * number].unbind(-1)
         place = box + (y * W + x)[..., None, None]
         # within an object no pixel is written twice
-        flat[place] = _over(_sprite(tables, shape, size, colour, texture)[:, None], flat[place])
+        sprite = _sprite(tables, shape, size, colour, texture)[:, None]
+        flat[place] = torch.where(sprite >= _COVERED, sprite - _COVERED, flat[place])
 
 
 def _sprite(tables: WorldTables, shape: Tensor, size: Tensor, colour: Tensor, texture: Tensor) -> Tensor:
@@ -68,7 +69,3 @@ def _sprite(tables: WorldTables, shape: Tensor, size: Tensor, colour: Tensor, te
     paint = tables.colours[colour][:, :, None, None] * tables.textures[texture][:, None] >> 8  # [B, 3, P, P]
     red, green, blue = paint.unbind(1)
     return (red + (green << 8) + (blue << 16) + _COVERED) * tables.masks[shape, size]
-
-
-def _over(sprite: Tensor, below: Tensor) -> Tensor:
-    return torch.where(sprite >= _COVERED, sprite - _COVERED, below)

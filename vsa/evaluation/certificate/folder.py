@@ -73,9 +73,8 @@ def certify(asked: CertifySettings) -> Path:
         results["renders"] = {}
         for prompt in subject.prompts:
             own, picture = sampling | {"prompt": prompt}, out / _picture(prompt)
-            results["renders"][prompt] = parts.get(
-                _name(prompt), own, partial(subject.render, prompt, picture), picture
-            )
+            render = partial(subject.render, prompt, picture)
+            results["renders"][prompt] = parts.get(_name(prompt), own, render, picture)
     facts, sentences = subject.facts(), [f"{part}: {reason}" for part, reason in missing.items()]
     facts = {"verdict": _verdict(results, failed, weak), **facts}
     if (out / RECORD).is_file() and (before := read_json(out / RECORD)["facts"]["command"]) != facts["command"]:

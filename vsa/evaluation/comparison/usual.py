@@ -51,11 +51,7 @@ def usual_methods(grid: Grid, sparsities: Sequence[float] = SPARSITIES, tile_thw
 
 
 def usual_on(
-    grid: Grid,
-    sparsities: Sequence[float] = SPARSITIES,
-    tile_thw: Grid = (4, 4, 4),
-    *,
-    text_in_rows: bool = False,
+    grid: Grid, sparsities: Sequence[float] = SPARSITIES, tile_thw: Grid = (4, 4, 4), *, text_in_rows: bool = False
 ) -> tuple[list[Method], list[str]]:
     """The `usual_methods` that suit the rows and differ on a grid, and notes on the others."""
     methods: list[Method] = []

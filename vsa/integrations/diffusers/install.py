@@ -266,10 +266,7 @@ def remove(transformer: Any) -> None:
 
 
 def constant_topk(
-    sparsity: float | str | None,
-    topk: int | Sequence[int] | None,
-    plan: DenoisingPlan,
-    num_layers: int,
+    sparsity: float | str | None, topk: int | Sequence[int] | None, plan: DenoisingPlan, num_layers: int
 ) -> Callable[[int], KeptTiles]:
     """Tiles kept on a grid of N tiles, for the arguments of `apply`."""
     by_layer = (topk,) if topk is None or isinstance(topk, int) else tuple(int(n) for n in topk)

@@ -43,11 +43,7 @@ class PretrainModule(DiffusionModule):
     validates_last = True
 
     def __init__(
-        self,
-        *,
-        objective: FlowMatchingLoss,
-        validate_at: Sequence[SparsityPoint] = ("current",),
-        **common: Any,
+        self, *, objective: FlowMatchingLoss, validate_at: Sequence[SparsityPoint] = ("current",), **common: Any
     ):
         points = check_points("validate_at", validate_at)
         if "current" not in points:
