@@ -5,12 +5,16 @@ from __future__ import annotations
 import errno
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 
 from tests.disks import small_files
 from vsa.errors import DISK_FULL, one_line_errors
@@ -131,6 +135,42 @@ def test_a_folder_on_a_full_disk_leaves_nothing(tmp_path: Path):
     with pytest.raises(DiskFullError, match=rf"{tmp_path}/new: File too large \(2 kB needed, 1 kB written, {FREE}\)"):
         write()
     assert not list(tmp_path.iterdir())
+
+
+def _by_safetensors(folder: Path) -> None:
+    save_file({"x": torch.ones(1000)}, folder / "x.safetensors")
+
+
+def _by_copying(folder: Path) -> None:
+    shutil.copytree(folder.parent / "tree", folder / "tree")
+
+
+def _in_a_part(folder: Path) -> None:
+    with atomic_file(folder / "part") as temporary:
+        temporary.write_bytes(bytes(4000))
+
+
+@pytest.mark.parametrize("write", [_by_safetensors, _by_copying, _in_a_part])
+def test_a_full_disk_is_told_whatever_library_writes(write, tmp_path):
+    """With exit status 28 in one line, and nothing under the final name."""
+    (tmp_path / "tree").mkdir()
+    (tmp_path / "tree" / "x").write_bytes(bytes(4000))
+    told = pytest.raises(DiskFullError, match=r"^cannot write .*/new(/part)?: File too large \(")
+    with told as failure, small_files(1000), atomic_folder(tmp_path / "new") as temporary:
+        write(temporary)
+    assert failure.value.errno == errno.EFBIG
+    assert ".writing" not in str(failure.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["tree"]
+
+
+def test_other_errors_of_libraries_stay_as_they_are(tmp_path):
+    with (
+        pytest.raises(SafetensorError, match=r"No such file or directory \(os error 2\)"),
+        atomic_folder(tmp_path / "new"),
+    ):
+        save_file({"x": torch.ones(1)}, tmp_path / "absent" / "x.safetensors")
+    with pytest.raises(RuntimeError, match="28"), atomic_folder(tmp_path / "new"):
+        raise RuntimeError("an error of 28 words")
 
 
 def test_a_path_that_is_typed_is_one_argument_and_no_option():

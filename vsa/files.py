@@ -10,6 +10,7 @@ import hashlib
 import io
 import json
 import os
+import re
 import secrets
 import shlex
 import shutil
@@ -55,22 +56,31 @@ def writing(path: Path, temporary: Path | None = None, *, needed: int | None = N
     """
     try:
         yield
-    except DiskFullError:
+    except DiskFullError as error:
+        # of a part of what is written
+        error.strerror = str(error).replace(str(temporary or path), str(path))
         raise
-    except OSError as error:
-        if error.errno in NO_ROOM:
-            raise DiskFullError(error.errno, _message(error, path, temporary or path, needed), str(path)) from error
-        if error.filename is None and error.errno is not None:
+    except Exception as error:
+        number = _errno(error)
+        if number in NO_ROOM:
+            raise DiskFullError(number, _message(number, path, temporary or path, needed), str(path)) from error
+        if isinstance(error, OSError) and error.filename is None and error.errno is not None:
             error.filename = str(path)
         raise
 
 
-def _message(error: OSError, path: Path, temporary: Path, needed: int | None) -> str:
+def _errno(error: Exception) -> int | None:
+    """The number of the system call that failed, which safetensors and `shutil.copytree` have in their text alone."""
+    match = re.search(r"(?:\[Errno |\(os error )(\d+)[])]", str(error))
+    return getattr(error, "errno", None) or (int(match[1]) if match else None)
+
+
+def _message(number: int, path: Path, temporary: Path, needed: int | None) -> str:
     nearest = next(folder for folder in path.absolute().parents if folder.exists())
     parts = [] if needed is None else [f"{_size(needed)} needed"]
     parts += [f"{_size(_bytes(temporary))} written", f"{_size(shutil.disk_usage(nearest).free)} free"]
     # the text of the error itself may contain the temporary name
-    return f"cannot write {path}: {os.strerror(error.errno or 0)} ({', '.join(parts)})"
+    return f"cannot write {path}: {os.strerror(number)} ({', '.join(parts)})"
 
 
 def _bytes(path: Path) -> int:

@@ -14,6 +14,7 @@ from torch import Tensor
 from tests.checkpoints.wan_models import COARSE_ONLY, config_of, diffusers_model, random_sparse
 from vsa.checkpoints.adapter_files import FILE, GATES_FILE, AdapterForm, write_adapters
 from vsa.checkpoints.lora import LowRank
+from vsa.checkpoints.original_names import original_rows
 from vsa.checkpoints.wan import gate_names
 from vsa.checkpoints.weight_source import open_network, open_weights
 
@@ -44,7 +45,8 @@ def written(base: Path, folder: Path, form: AdapterForm) -> tuple[dict[str, LowR
     gates = {name: dict(sparse.named_parameters())[name].detach() for name in gate_names(sparse)}
     adapters = adapters_for(base)
     shapes = {name: tuple(p.shape) for name, p in sparse.named_parameters()}
-    write_adapters(adapters, gates, folder, form, shapes=shapes, sparse=config_of(sparse))
+    rows = original_rows(shapes, "WanTransformer3DModel")
+    write_adapters(adapters, gates, folder, form, rows=rows, sparse=config_of(sparse))
     return adapters, gates
 
 
@@ -133,9 +135,3 @@ def test_adapters_of_another_model_are_refused_in_one_line(tensors, message, bas
     with pytest.raises(ValueError, match=message) as caught:
         open_weights(f"{base}+{tmp_path}")
     assert "\n" not in str(caught.value)
-
-
-def test_scales_in_metadata_are_refused(base, tmp_path):
-    save_file({"x": torch.ones(1)}, tmp_path / "x.safetensors", {"lora_adapter_metadata": "{}"})
-    with pytest.raises(ValueError, match="has its scales in its metadata: load it by load_lora_weights"):
-        open_weights(f"{base}+{tmp_path / 'x.safetensors'}")

@@ -156,7 +156,7 @@ def test_rows_are_those_of_the_whole_tensor_wherever_files_are_cut(tmp_path_fact
         save_file(folder / f"{number}.safetensors", {"w": part})
     files = TensorFiles(folder, [f"{number}.safetensors" for number in range(len(spans))])
     assert torch.equal(files.read("w"), whole)
-    assert files.shape("w") == (rows, 3)
+    assert files.shapes["w"] == (rows, 3)
     start, stop = sorted(min(edge, rows) for edge in window)
     if start < stop:
         assert torch.equal(files.rows("w", start, stop), whole[start:stop])

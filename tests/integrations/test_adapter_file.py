@@ -17,6 +17,7 @@ from vsa.attention.video_sparse import VideoSparseAttention
 from vsa.checkpoints.adapter_files import FILE, AdapterForm, write_adapters
 from vsa.checkpoints.convert import Conversion, convert
 from vsa.checkpoints.lora import LowRank
+from vsa.checkpoints.original_names import original_rows
 from vsa.checkpoints.wan import gate_names
 from vsa.checkpoints.weight_source import open_weights
 from vsa.integrations.diffusers import apply, load_sparse, merge_adapter
@@ -151,9 +152,6 @@ def test_what_is_needed_first_is_said(tmp_path):
     quantised.model.transformer_blocks[1].attn.to_q.weight.data = torch.zeros(32, 24, dtype=torch.float8_e4m3fn)
     with pytest.raises(ValueError, match=r"to_q\.weight is stored as torch\.float8_e4m3fn, merge before quantising"):
         merge_adapter(quantised.model, tmp_path / "adapter.safetensors")
-    save_file(tensors(), tmp_path / "peft.safetensors", {"lora_adapter_metadata": "{}"})
-    with pytest.raises(ValueError, match="has its scales in its metadata: load it by load_lora_weights"):
-        merge_adapter(h3().model, tmp_path / "peft.safetensors")
     with pytest.raises(ValueError, match=r"absent\.safetensors is missing"):
         merge_adapter(h3().model, tmp_path / "absent.safetensors")
 
@@ -201,7 +199,8 @@ def test_adapters_and_gates_of_every_family_go_out_and_in(family, form, tmp_path
     gates = {name: tiny.randn(*shapes[name]) for name in gate_names(sparse)}
     adapters = adapters_for({name: shape for name, shape in shapes.items() if name not in gates})
     assert any(name.endswith(("to_q", "to_query")) for name in adapters)
-    write_adapters(adapters, gates, tmp_path / "lora", form, shapes=shapes, sparse=None)
+    rows = original_rows(shapes, type(model).__name__)
+    write_adapters(adapters, gates, tmp_path / "lora", form, rows=rows, sparse=None)
     before, merged = open_weights(tmp_path / "base"), open_weights(f"{tmp_path / 'base'}+{tmp_path / 'lora'}")
     assert set(merged) == set(shapes)
     assert all(torch.equal(merged[name], value) for name, value in gates.items())
@@ -236,7 +235,8 @@ def test_fused_adapters_are_those_that_diffusers_splits(tmp_path):
     shapes = {name: (*shape[:1], 1) if len(shape) == 2 else shape for name, shape in hunyuan_shapes().items()}
     # diffusers 0.42 cuts lora_A of the text's blocks in three too
     adapters = adapters_for({name: shape for name, shape in shapes.items() if "refiner" not in name})
-    write_adapters(adapters, {}, tmp_path / "lora", "comfyui", shapes=shapes, sparse=None)
+    rows = original_rows(shapes, "HunyuanVideoTransformer3DModel")
+    write_adapters(adapters, {}, tmp_path / "lora", "comfyui", rows=rows, sparse=None)
     read: Any = loaders.lora_pipeline.HunyuanVideoLoraLoaderMixin.lora_state_dict(str(tmp_path / "lora" / FILE))
     assert any("linear1" in key for key in load_file(tmp_path / "lora" / FILE))
     for name, low in adapters.items():
@@ -266,7 +266,10 @@ def test_a_student_without_a_description_is_refused_until_it_has_one(kind, tmp_p
         save_file(file, tmp_path / "student.safetensors")
     else:
         next(place.glob("*.safetensors")).unlink()
-        save_file(original({name: x.float() for name, x in student.items()}), place / "fasth3.safetensors")
+        save_file(
+            original({name: x.float() for name, x in student.items()}, type(case.model).__name__),
+            place / "fasth3.safetensors",
+        )
     source = f"{place}+{tmp_path / 'student.safetensors'}" if kind == "adapters" else str(place)
     with pytest.raises(ValueError, match=r"sparse_attention.json") as caught:
         open_weights(source).network()

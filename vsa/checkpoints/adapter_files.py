@@ -15,9 +15,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from vsa.checkpoints.adapter_changes import AdapterChanges
+from vsa.checkpoints.adapter_changes import AdapterChanges, open_adapters
 from vsa.checkpoints.lora import LowRank
-from vsa.checkpoints.original_names import Shapes, original_rows
+from vsa.checkpoints.original_names import Rows
 from vsa.checkpoints.sparse_config import (
     SPARSE_CONFIG,
     SparseAttentionConfig,
@@ -26,7 +26,7 @@ from vsa.checkpoints.sparse_config import (
     write_sparse_config,
 )
 from vsa.checkpoints.wan import attention_of
-from vsa.checkpoints.weight_files import TensorFiles, refuse_existing, save_tensors
+from vsa.checkpoints.weight_files import refuse_existing, save_tensors
 from vsa.checkpoints.weights import WeightSource
 from vsa.data.pretrained import weights_digest
 from vsa.files import atomic_folder, typed
@@ -42,7 +42,7 @@ def write_adapters(
     folder: Path,
     form: AdapterForm,
     *,
-    shapes: Shapes,
+    rows: Mapping[str, Rows],
     sparse: SparseAttentionConfig | None,
     dtype: torch.dtype | None = None,
 ) -> None:
@@ -56,14 +56,14 @@ def write_adapters(
         gates: tensors of the gates by parameter name.
         folder: target folder.
         form: key form.
-        shapes: shapes of all parameters of the model by name.
+        rows: see `original_rows`, of all parameters of the model.
         sparse: description of the gates, written beside them.
         dtype: dtype of the tensors; None: their own.
     """
     refuse_existing(folder)
     tensors: dict[str, Tensor] = {}
     if form != "diffusers":
-        adapters, gates = _originals(adapters, shapes), {original_rows(shapes)[key].key: x for key, x in gates.items()}
+        adapters, gates = _originals(adapters, rows), {rows[key].key: x for key, x in gates.items()}
     for module, (a, b, scale) in adapters.items():
         if form == "musubi":
             name = f"lora_unet_{module.replace('.', '_')}"
@@ -88,9 +88,9 @@ def write_adapters(
             write_sparse_config(temporary, sparse)
 
 
-def _originals(adapters: Mapping[str, LowRank], shapes: Shapes) -> dict[str, LowRank]:
+def _originals(adapters: Mapping[str, LowRank], rows: Mapping[str, Rows]) -> dict[str, LowRank]:
     """The adapters of the original layers; one that holds several layers has the sum of their ranks."""
-    rows, parts = original_rows(shapes), dict[str, dict[int, str]]()
+    parts = dict[str, dict[int, str]]()
     for name, own in rows.items():
         parts.setdefault(own.key, {})[own.start] = name
     joined = {}
@@ -100,7 +100,8 @@ def _originals(adapters: Mapping[str, LowRank], shapes: Shapes) -> dict[str, Low
         a = torch.cat([low.a for low in lows if low is not None])
         # layers without an adapter get rows of zeros
         halves = [
-            a.new_zeros(shapes[name][0], 0) if low is None else low.b for name, low in zip(names, lows, strict=True)
+            a.new_zeros(rows[name].stop - rows[name].start, 0) if low is None else low.b
+            for name, low in zip(names, lows, strict=True)
         ]
         b = torch.block_diag(*(rows[name].ordered(half) for name, half in zip(names, halves, strict=True)))
         joined[original.removesuffix(".weight")] = LowRank(a, b, next(low.scale for low in lows if low is not None))
@@ -112,20 +113,16 @@ class AdaptedWeights(WeightSource):
 
     Args:
         base: weights that the adapters were trained on.
-        place: file, or folder of `write_adapters`.
+        place: file or folder, see `open_adapters`.
 
     Raises:
-        ValueError: a key of the file is none of an adapter of the base.
+        ValueError: see `AdapterChanges`.
     """
 
     def __init__(self, base: WeightSource, place: Path):
         self._base, self._place = base, place
-        folder = place if place.is_dir() else place.parent
-        names = sorted(file.name for file in place.glob("*.safetensors")) if place.is_dir() else [place.name]
-        if not names:
-            raise ValueError(f"{place} holds no .safetensors file of adapters")
-        self._own = TensorFiles(folder, names)
-        self._changes = AdapterChanges(self._own, base.shapes, str(place), base.name)
+        self._own = open_adapters(place)
+        self._changes = AdapterChanges(self._own, base.shapes, str(place), base.name, base.class_name)
         super().__init__(
             f"{base.source}+{place}", base.files, {name: name for name in (*base, *self._changes.new)}, base.state
         )
@@ -160,7 +157,8 @@ class AdaptedWeights(WeightSource):
 
     @property
     def digest(self) -> str:
-        both = self._base.digest + weights_digest(self._own.folder, self._own.names)
+        configs = [repr(fields) for own in self._changes.configs.values() for fields in own.values()]
+        both = "".join([self._base.digest, weights_digest(self._own.folder, self._own.names), *configs])
         return hashlib.sha256(both.encode()).hexdigest()
 
     @property
@@ -195,4 +193,6 @@ class AdaptedWeights(WeightSource):
 def adapted_spec(spec: str | Path) -> tuple[str, Path] | None:
     """The weights and the file of `BASE+ADAPTERS`; None for any other specification."""
     base, plus, adapters = str(spec).rpartition("+")
+    if plus and not adapters and not Path(spec).exists():
+        raise ValueError(f"{spec} names no file of adapters behind its +")
     return (base, Path(adapters)) if plus and not Path(spec).exists() and Path(adapters).exists() else None

@@ -27,6 +27,7 @@ from vsa.checkpoints.adapter_files import AdapterForm, write_adapters
 from vsa.checkpoints.golden import write_golden
 from vsa.checkpoints.lora import adapters_of
 from vsa.checkpoints.network_settings import network_of, network_settings
+from vsa.checkpoints.original_names import original_rows
 from vsa.checkpoints.run_checkpoint import resolve_checkpoint
 from vsa.checkpoints.run_weights import RunWeights
 from vsa.checkpoints.sampling_settings import sampling_of_export, sampling_part, write_sampling_part
@@ -282,7 +283,8 @@ def convert_adapters(source: WeightSource, out: Path, options: Conversion) -> li
     adapters = {} if lora is None else adapters_of(source.files.read, source.files.keys, lora)
     dtype = None if options.dtype is None else getattr(torch, options.dtype)
     form = cast(AdapterForm, options.to.removeprefix("lora-"))
-    write_adapters(adapters, gates, out, form, shapes=source.shapes, sparse=sparse_config(source, options), dtype=dtype)
+    rows = original_rows(source.shapes, source.class_name)
+    write_adapters(adapters, gates, out, form, rows=rows, sparse=sparse_config(source, options), dtype=dtype)
     rank = "" if lora is None else f" of rank {lora.rank}"
     return [f"{len(adapters)} adapters{rank} and {len(gates)} gate tensors from {source} in {out}"]
 

@@ -50,7 +50,7 @@ def weights_file(place: Path) -> Path:
     """
     if place.is_file():
         if place.suffix != ".safetensors" and not place.name.endswith(".json"):
-            raise ValueError(_other_format(place))
+            raise ValueError(other_format(place))
         return place
     whole = [file for file in sorted(place.glob("*.safetensors")) if not _SHARD.search(file.name)]
     indexes = sorted(place.glob("*.safetensors.index*.json"))
@@ -64,11 +64,12 @@ def weights_file(place: Path) -> Path:
             raise ValueError(f"{place} has several files of weights, {names}: name the file of one")
     others = [file for ending in FORMATS[1:] for file in sorted(place.glob(f"*{ending}"))]
     if others:
-        raise ValueError(_other_format(others[0]))
+        raise ValueError(other_format(others[0]))
     raise ValueError(f"{place} has no {WEIGHTS}.safetensors and no index of shards")
 
 
-def _other_format(file: Path) -> str:
+def other_format(file: Path) -> str:
+    """Message for a file of weights that is not of safetensors."""
     if file.suffix == ".gguf":
         return f"{file} is quantized for inference (GGUF), which cannot be trained: name the bf16 .safetensors file"
     return f"{file} is no safetensors file: name the .safetensors file of the same weights"

@@ -25,6 +25,9 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 Stacks = list[tuple[str, str, Mapping[str, str]]]
 
+# classes whose original names are those of `wan_names`
+_WAN = re.compile("(Wan|WanVACE|WanAnimate|SkyReelsV2|ChronoEdit|AnyFlow|Helios)Transformer3DModel")
+
 
 @cache
 def _tables() -> Mapping[str, Stacks]:
@@ -58,17 +61,24 @@ class Rows(NamedTuple):
         return rows.roll(len(rows) // 2, 0) if self.swapped else rows
 
 
-def original_rows(shapes: Shapes) -> dict[str, Rows]:
+def named_class(cls: type) -> str:
+    """Name of a class, or of the first one that it is derived from and that has original names here."""
+    names = [base.__name__ for base in cls.__mro__]
+    return next((name for name in names if _WAN.fullmatch(name) or name in _tables()), names[0])
+
+
+def original_rows(shapes: Shapes, class_name: str) -> dict[str, Rows]:
     """Where the original tensors hold each parameter.
 
     Args:
         shapes: shapes of all parameters of the class by name.
+        class_name: name of the class in diffusers.
     """
-    stacks = next((table for first, table in _tables().items() if first in shapes), [])
+    stacks = _tables().get(class_name, [])
     found: dict[str, dict[int, tuple[str, bool]]] = {}
     for name in shapes:
         key, place, swapped = _original(name, stacks)
-        if "patch_embedding.weight" in shapes:
+        if _WAN.fullmatch(class_name):
             with suppress(ValueError):
                 key = diffusers_to_wan(name)
         found.setdefault(key, {})[place] = name, swapped
@@ -80,12 +90,11 @@ def original_rows(shapes: Shapes) -> dict[str, Rows]:
     return rows
 
 
-def own_name(key: str, shapes: Shapes) -> str:
+def own_name(key: str, class_name: str) -> str:
     """The name that the class gives to a gate with an original name."""
-    for table in (table for first, table in _tables().items() if first in shapes):
-        for original, own, _ in table:
-            if original and key.startswith(f"{original}."):
-                return own + key.removeprefix(original)
+    for original, own, _ in _tables().get(class_name, []):
+        if original and key.startswith(f"{original}."):
+            return own + key.removeprefix(original)
     return key
 
 

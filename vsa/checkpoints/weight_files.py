@@ -168,8 +168,7 @@ class TensorFiles:
             count = shape[0] if shape else 1
             first, whole = parts.get(key, (0, count))
             if key in self._pieces and key not in parts:
-                other = self._pieces[key][0].name
-                raise ValueError(f"{self.folder}: {key} is in two files, {other} and {name}")
+                raise ValueError(f"{self.folder}: {key} is in two files, {self.file_of(key)} and {name}")
             shape = (whole, *shape[1:]) if shape else shape
             if self.shapes.setdefault(key, shape) != shape:
                 raise ValueError(f"{self.folder}: {key} has shape {shape} in {name}, {self.shapes[key]} elsewhere")
@@ -179,8 +178,24 @@ class TensorFiles:
     def keys(self) -> list[str]:
         return list(self._pieces)
 
-    def shape(self, key: str) -> tuple[int, ...]:
-        return self.shapes[key]
+    def refuse_other_values(self, integers: Collection[str] = ()) -> None:
+        """Raise ValueError for files without tensors, and for values that are no floating-point numbers of 16 bits or
+        more.
+
+        Args:
+            integers: keys that may have integers.
+        """
+        if empty := sorted(set(self.names) - set(map(self.file_of, self._pieces))):
+            raise ValueError(f"{self.folder / empty[0]} holds no tensors")
+        for key in self._pieces:
+            path, dtype = self.folder / self.file_of(key), self._stored_dtype(key)
+            refuse_quantized(path, key, dtype)
+            if dtype not in _FLOATS and not (key in integers and dtype[0] in "IU"):
+                raise ValueError(f"{path}: {key} has dtype {dtype}, only {', '.join(_FLOATS)} can be read")
+
+    def file_of(self, key: str) -> str:
+        """Name of the file of a tensor, the first one if several hold it."""
+        return self._pieces[key][0].name
 
     def dtype(self, key: str) -> torch.dtype:
         return DTYPES[self._stored_dtype(key)]
@@ -234,19 +249,15 @@ class WeightFiles(TensorFiles):
             super().__init__(folder, sorted({inner_name(file, index) for file in stored_map.values()}))
         else:
             super().__init__(folder, [index.name])
-        for key, pieces in self._pieces.items():
-            path, dtype = folder / pieces[0].name, self._stored_dtype(key)
-            refuse_quantized(path, key, dtype)
-            if dtype not in _FLOATS:
-                raise ValueError(f"{path}: {key} has dtype {dtype}, only {', '.join(_FLOATS)} can be read")
+        self.refuse_other_values()
         if weight_map is None:
             return
         if set(weight_map) != set(self._pieces):
             odd = sorted(set(weight_map) ^ set(self._pieces))
             raise ValueError(f"{index} and its files do not hold the same tensors: {', '.join(odd[:3])}")
         for key, file in weight_map.items():
-            if self._pieces[key][0].name != file:
-                raise ValueError(f"{index} has {key} in {file}, but it is in {self._pieces[key][0].name}")
+            if self.file_of(key) != file:
+                raise ValueError(f"{index} has {key} in {file}, but it is in {self.file_of(key)}")
 
 
 def refuse_key_difference(expected: Collection[str], actual: Collection[str], what: str) -> None:

@@ -93,9 +93,6 @@ class PretrainedWeights(WeightSource):
     def _names(self, keys: list[str]) -> dict[str, str]:
         return {key: key for key in keys if not is_unused(key)}
 
-    def __str__(self) -> str:
-        return self.name
-
     @property
     def digest(self) -> str:
         return weights_digest(self.folder)
@@ -208,7 +205,7 @@ class FileWeights(PretrainedWeights):
     def _names_of_class(self, keys: list[str], config: Mapping[str, Any]) -> dict[str, str]:
         with without_memory():
             shapes = {name: tuple(p.shape) for name, p in network_of(config, FullAttention).named_parameters()}
-        own, originals = {}, original_rows(shapes)
+        own, originals = {}, original_rows(shapes, config["_class_name"])
         for prefix in PREFIXES:
             own = {key.removeprefix(prefix): key for key in keys if key.startswith(prefix)}
             self._held = {name: rows for name, rows in originals.items() if name not in own and rows.key in own}
@@ -216,7 +213,7 @@ class FileWeights(PretrainedWeights):
                 break
         # H3's file has a buffer, which its class computes
         used = {rows.key for rows in self._held.values()} | {"rope.inv_freq"}
-        others = {own_name(name, shapes): key for name, key in own.items() if name not in used}
+        others = {own_name(name, config["_class_name"]): key for name, key in own.items() if name not in used}
         return others | {name: own[rows.key] for name, rows in self._held.items()}
 
     def _read(self, name: str) -> Tensor:

@@ -15,6 +15,7 @@ from vsa.checkpoints.lora import own_parameters
 from vsa.checkpoints.sampling_settings import sampling_part
 from vsa.checkpoints.sparse_config import SparseAttentionConfig
 from vsa.checkpoints.wan import Gates, gate_names, refuse_other_gates, refuse_random_gates
+from vsa.checkpoints.wan_config import CLASS_NAME
 from vsa.checkpoints.wan_names import is_gate
 from vsa.checkpoints.weight_files import TensorFiles, finite, refuse_other_tensors
 from vsa.diffusion.sampler import step_list
@@ -67,9 +68,19 @@ class WeightSource(Mapping[str, Tensor], ABC):
         """Name for messages."""
         return str(self.folder)
 
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def class_name(self) -> str:
+        """Class of the transformer in diffusers whose parameters these are."""
+        # a run may have no counterpart in diffusers, but has the parameters of Wan then
+        model = self.run_config.get("model")
+        return (self.config.get("_class_name") if model is None else model.get("class_name")) or CLASS_NAME
+
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        return {name: self.files.shape(key) for name, key in self.keys_in_files.items()}
+        return {name: self.files.shapes[key] for name, key in self.keys_in_files.items()}
 
     @property
     def dtypes(self) -> dict[str, torch.dtype]:

@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 
-from vsa.checkpoints.adapter_changes import AdapterChanges
-from vsa.checkpoints.weight_files import TensorFiles, finite, some
-
-_MERGED = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+from vsa.checkpoints.adapter_changes import AdapterChanges, open_adapters
+from vsa.checkpoints.original_names import named_class
+from vsa.checkpoints.weight_files import finite, some
 
 
 @torch.no_grad()
@@ -22,29 +21,29 @@ def merge_adapter(transformer: Any, file: str | Path, *, scale: float = 1.0) -> 
 
     Args:
         transformer: a transformer with floating-point weights.
-        file: safetensors file whose names of modules are those of the transformer's class in diffusers, or Wan's.
+        file: safetensors file, or folder of such files, whose names of modules are those of the transformer's class in
+            diffusers, or the original ones. A config of peft beside it, or in its metadata, says its scales.
         scale: factor of all differences; tensors that replace are not scaled.
 
     Returns:
         Names of the parameters that changed.
 
     Raises:
-        ValueError: names keys that are unknown, without a parameter or their other factor, of another shape or not
-            finite.
+        ValueError: names keys that are unknown, without a parameter or their other factor, of another type or shape
+            or not finite, and fields of a config that are not understood.
     """
     path = Path(file)
-    tensors = TensorFiles(path.parent, [path.name])
     parameters = dict(transformer.named_parameters())
     shapes = {name: tuple(p.shape) for name, p in parameters.items()}
-    changes = AdapterChanges(tensors, shapes, str(path), type(transformer).__name__)
+    model = type(transformer)
+    changes = AdapterChanges(open_adapters(path), shapes, str(path), model.__name__, named_class(model))
     if changes.new:
         hint = 'apply(transformer, sparsity=..., gates="coarse") registers them'
-        raise ValueError(f"{path} has gates that the {type(transformer).__name__} lacks {some(changes.new)}: {hint}")
+        raise ValueError(f"{path} has gates that the {model.__name__} lacks {some(changes.new)}: {hint}")
     for name in changes:
-        if (dtype := parameters[name].dtype) not in _MERGED:
+        if not (dtype := parameters[name].dtype).is_floating_point or dtype.itemsize < 2:
             raise ValueError(f"{path}: {name} is stored as {dtype}, merge before quantising")
-    for key in tensors.keys:
-        finite(tensors.read(key), key, str(path))
+        finite(changes.changed(name, parameters[name], scale), name, f"{path}, merged")
     for name in changes:
         parameters[name].copy_(changes.changed(name, parameters[name], scale))
     return tuple(changes)

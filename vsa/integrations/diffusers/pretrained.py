@@ -127,7 +127,7 @@ def _load_gates(transformer: Any, applied: Applied, weights: WeightFiles) -> Non
         for part, parameter in getattr(layer.owner, name).named_parameters()
     }
     expected = {key: tuple(target.shape) for key, target in targets.items()}
-    gates = {key: weights.shape(key) for key in weights.keys if is_gate(key)}
+    gates = {key: weights.shapes[key] for key in weights.keys if is_gate(key)}
     refuse_other_tensors(expected, gates, str(weights.folder))
     for key, target in targets.items():
         target.copy_(finite(weights.read(key), key, str(weights.folder)))

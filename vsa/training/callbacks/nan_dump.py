@@ -11,10 +11,10 @@ from typing import Any
 
 import lightning as L
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from safetensors.torch import save
 from torch import Tensor
 
 from vsa.checkpoints.run_checkpoint import write_checkpoint
+from vsa.checkpoints.weight_files import save_tensors
 from vsa.data.batch import VideoBatch
 from vsa.files import atomic_file, open_tensors, parse_json, shown, typed
 from vsa.settings import Count, validated
@@ -130,8 +130,7 @@ def write_batches(path: Path, batches: list[VideoBatch], losses: list[Tensor]) -
             }
         )
     with atomic_file(path) as temporary:
-        # save_file of safetensors raises no OSError when the disk is full
-        temporary.write_bytes(save(tensors, {"batches": json.dumps(facts)}))
+        save_tensors(tensors, temporary, {"batches": json.dumps(facts)})
 
 
 def read_batches(path: Path) -> tuple[list[VideoBatch], list[str]]:
