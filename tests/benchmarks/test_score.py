@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from benchmarks.toy import score
 from vsa.data.codecs import HaarCodec
 
 
-def test_score_writes_scores_beside_chance_and_codec(tiny_run_dir: Path, tmp_path: Path, capsys):
+def test_score_writes_scores_beside_chance_and_codec(tiny_run_dir: Path, tmp_path: Path, capsys, monkeypatch):
     common = [
         str(tiny_run_dir),
         "--clips",
@@ -39,6 +40,10 @@ def test_score_writes_scores_beside_chance_and_codec(tiny_run_dir: Path, tmp_pat
     for name in scores["chance"]:
         with pytest.raises(ValueError, match=rf"{name} is right in .* below the required 101\.0%"):
             score.main([*common, f"--min-{name}", "1.01"])
+    # NaN is below everything
+    monkeypatch.setattr(score, "score", lambda *_: {**scores["model"], "direction": math.nan})
+    with pytest.raises(ValueError, match=r"direction is right in nan%"):
+        score.main(common)
 
 
 def test_score_samples_each_run_in_its_way(write_tiny_run, tiny_config, tmp_path: Path, monkeypatch):

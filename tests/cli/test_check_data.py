@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import base64
+import math
+from dataclasses import replace
+
+import torch
+
 from tests.data.conftest import write_dataset
 from tests.forged_samples import edit_index, forge, forgeries
+from vsa.data.check import _problems, _wrong_statistics
 from vsa.data.codecs import HaarCodec
 from vsa.data.datamodule import LatentDataModule
+from vsa.data.index_statistics import decoded_moments
 from vsa.data.shards import LatentReader
 from vsa.data.text import HashedNgramEncoder
 
@@ -64,6 +72,29 @@ def test_statistics_that_are_not_those_of_the_latents_are_told(command_line, tmp
     assert status == 1
     assert "latent_mean[3]=" in err
     assert not (root / "drop.txt").exists()
+
+
+def test_every_stored_statistic_is_compared_and_nan_is_none(tmp_path):
+    reader = LatentReader(write_dataset(tmp_path / "shards"))
+    index, channels = reader.index, reader.index.codec.channels
+    sums = torch.zeros(3, channels, dtype=torch.float64)
+    assert not [problem for sample in index.samples.values() for problem in _problems(reader, sample, sums)]
+    assert not [*_wrong_statistics(index, sums)]
+    for name in ("latent_mean", "latent_std"):
+        for value in (math.nan, math.inf, getattr(index, name)[2] + 0.01, getattr(index, name)[2] - 0.01):
+            values = [*getattr(index, name)]
+            values[2] = value
+            (problem,) = _wrong_statistics(replace(index, **{name: values}), sums)
+            assert problem.startswith(f"{name}[2]={value:.6g} in the index, but the latents have ")
+    sample = next(iter(index.samples.values()))
+    for row in range(2):
+        for value in (math.nan, math.inf, 3.0):
+            moments = decoded_moments(sample, channels).copy()
+            moments[row, 5] += value
+            about = replace(sample.about, moments=base64.b64encode(moments.tobytes()).decode())
+            ((cause, problem),) = _problems(reader, replace(sample, about=about), sums.clone())
+            assert cause == "statistics in index.json"
+            assert f"statistics of {sample.id} " in problem
 
 
 def test_a_data_set_without_samples_is_not_ok(command_line, tmp_path):

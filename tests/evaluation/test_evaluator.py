@@ -245,6 +245,8 @@ def test_nan_misses_every_bar():
         assert Bar(metric="x", bound=1, least=least).missed({"x": math.nan}) is not None
         assert Bar(metric="x", bound=1, least=least).missed({"x": 1.0}) is None
         assert Bar(metric="x", bound=1, least=least).missed({"x": "nan"}) is not None
+        assert Bar(metric="x", bound=math.nan, least=least).missed({"x": 1.0}) is not None
+        assert Bar(metric="x", bound=1, least=least).missed({"y": 1.0}) == "x is missing (not measured)"
 
 
 def test_a_second_evaluation_takes_what_is_there_and_replaces_what_is_not(tiny: Path, monkeypatch: pytest.MonkeyPatch):

@@ -252,6 +252,8 @@ def test_too_few_clips_are_said_to_be_missing(trained, tmp_path, write_tiny_run,
     status, out, err = command_line(*evaluate(trained, tmp_path / "few", "--held-out", "4", "--no-val-loss", *bar))
     assert (status, err) == (1, f"error: kernel_distance is missing ({reason})\n")
     assert f", kernel_distance missing ({reason})" in out
+    # and before anything is drawn
+    assert out.startswith("--held-out 4: a distance to held-out clips needs 16, 4 are drawn\n")
     (row,) = csv.DictReader((tmp_path / "few" / "evaluation.csv").open())
     assert row["kernel_distance"] == f"missing ({reason})"
     # without that bar it is no error; what was measured once is taken from the record

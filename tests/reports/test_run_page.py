@@ -195,6 +195,23 @@ def test_a_run_that_goes_on_and_one_without_metrics_have_pages(tmp_path: Path):
     assert "Clips: none have been sampled" in text
 
 
+def test_the_step_is_the_one_that_the_run_reached(tmp_path: Path):
+    """Losses are logged every few steps; the terminal and the checkpoint say where it stopped."""
+    run = write_run(tmp_path / "run", steps=40, trainer__max_steps=60)
+    with locked(run):
+        note_start(run, step=0, environment=HERE)
+        note_end(run, how="stopped", reason="SIGTERM", step=43)
+    page = Page(report([run]).read_text())
+    assert "stopped at step 43 of 60" in page.text
+    assert read_run(run).steps == 43
+    # a killed start leaves no record of its end, but its checkpoints, or where it began
+    with locked(run):
+        note_start(run, step=43, environment=HERE)
+    assert read_run(run).steps == 43
+    (run / "checkpoints" / "step-00000047").mkdir(parents=True)
+    assert "stopped at step 47 of 60" in Page(report([run]).read_text()).text
+
+
 @pytest.mark.parametrize(
     ("written", "shown"),
     [

@@ -110,7 +110,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file; ValueError names a file that is missing or contains none."""
     try:
         return files.read_json(path)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise ValueError(f"{path} is missing") from None
 
 

@@ -19,7 +19,7 @@ def compare_attention(
         opt.Grid | None, option("generate random fields over this grid", whole=(1, 4096), metavar="T H W")
     ] = None,
     method: Annotated[
-        list[str] | None, option('"NAME topk=K key=value" as in configs/attention; may be repeated (all)')
+        list[str] | None, option('"NAME topk=K key=value" as in configs/attention; may be repeated (all but presets)')
     ] = None,
     sparsity: Annotated[
         str | None, option("sparsities of all methods, without --method (0.5,0.75,0.875)", metavar="S,...")

@@ -28,7 +28,7 @@ def evaluate(
     poll: Annotated[float, option("seconds between two checks for new checkpoints", real=(1e-3, 1e5))] = 5,
     prompt: Prompts = None,
     prompts: PromptFile = None,
-    held_out: Annotated[int, option("captions of held-out clips to draw, at least 16", whole=(0, 4096))] = 0,
+    held_out: Annotated[int, option("held-out captions to draw; 16 for distances", whole=(0, 4096))] = 0,
     reference: Annotated[str, option("reference of the clips", metavar="dense|none|RUN")] = "dense",
     no_val_loss: Annotated[bool, option("skip the validation loss", "--no-val-loss")] = False,
     lpips: Annotated[Path | None, option("folder with torchvision's alexnet-*.pth")] = None,

@@ -21,8 +21,8 @@ class Bar(NamedTuple):
 
     def missed(self, metrics: Mapping[str, Any], missing: Mapping[str, str] | None = None) -> str | None:
         """One line with both values if the metric misses the bar, as NaN and a missing one always do; else None."""
-        if missing and self.metric in missing:
-            return f"{self.metric} is missing ({missing[self.metric]})"
+        if self.metric in (missing or {}) or self.metric not in metrics:
+            return f"{self.metric} is missing ({(missing or {}).get(self.metric, 'not measured')})"
         value = float(metrics[self.metric])
         if (value >= self.bound) if self.least else (value <= self.bound):
             return None

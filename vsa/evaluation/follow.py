@@ -19,6 +19,7 @@ from vsa.errors import refuse_unwritable
 from vsa.evaluation.bars import Bar
 from vsa.evaluation.evaluation_folder import read_record, write_evaluation
 from vsa.evaluation.evaluator import EvaluationSettings, Evaluator, weights_digest
+from vsa.evaluation.latent_distance import LEAST_CLIPS
 from vsa.evaluation.video_metrics import load_lpips
 from vsa.files import own_folder
 from vsa.progress import progress_bar
@@ -96,6 +97,8 @@ def evaluate_run(
         raise ValueError(f"{run_dir} is not a run folder: it has no checkpoints (`vsa certify` measures exports)")
     if request.lpips is not None and request.reference == "none":
         raise ValueError(f"--lpips {request.lpips} needs a reference, got --reference none")
+    if request.held_out and (drawn := len(request.prompts) + request.held_out) < LEAST_CLIPS:
+        print(f"--held-out {request.held_out}: a distance to held-out clips needs {LEAST_CLIPS}, {drawn} are drawn")
     distance = None if request.lpips is None else load_lpips(request.lpips)
     reference_name, reference = _load_other(request.reference, request)
     low_name, low = _load_other(request.transformer_2 or "none", request)

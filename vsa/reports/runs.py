@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from vsa.checkpoints.manifest import MANIFEST, PROJECT, read_manifest
-from vsa.checkpoints.run_checkpoint import list_checkpoints, read_checkpoint
+from vsa.checkpoints.run_checkpoint import list_checkpoints, read_checkpoint, step_of
 from vsa.checkpoints.run_folder import in_use
 from vsa.evaluation.figures import Curve, read_metrics
 from vsa.files import (
@@ -134,8 +134,10 @@ class Run:
 
     @property
     def steps(self) -> int:
-        """Optimizer steps so far."""
-        return max((int(steps[-1]) for steps, _ in self.metrics.values() if len(steps)), default=0)
+        """Optimizer steps so far, the most of what was logged, saved and noted at the end of the last start."""
+        noted = [start.get("last_step", start.get("step", 0)) for start in self.starts[-1:]]
+        saved = [step_of(path) for path in list_checkpoints(self.folder / "checkpoints")]
+        return max([0, *noted, *saved, *(int(steps[-1]) for steps, _ in self.metrics.values() if len(steps))])
 
     @property
     def starts(self) -> list[Mapping[str, Any]]:

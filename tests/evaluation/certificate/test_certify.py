@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import csv
-import json
+import math
 import shutil
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -15,80 +16,22 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.commands import run_command
-from tests.data.tiny_wan import make_pipeline
+from tests.evaluation.certificate.conftest import LATENTS, TILE, WEIGHTS, record_of, settings
 from tests.integrations import tiny
-from vsa.attention.video_sparse import VideoSparseAttention
-from vsa.checkpoints.golden import write_golden
-from vsa.checkpoints.sparse_config import SparseAttentionConfig
-from vsa.checkpoints.wan import export_pretrained
-from vsa.checkpoints.weight_source import open_network
 from vsa.cli.certify import certify as certify_command
 from vsa.evaluation.certificate import transformer
 from vsa.evaluation.certificate.folder import certify
-from vsa.evaluation.certificate.subject import CertifySettings, Subject
+from vsa.evaluation.certificate.subject import Subject
 from vsa.evaluation.video_metrics import psnr
 from vsa.integrations.diffusers.pipeline import generate_videos, open_pipeline
-from vsa.models.video_dit import VideoDiT
 from vsa.sampling.pipeline import clip_seeds
 
 pytestmark = pytest.mark.filterwarnings("ignore:tiles .* full")
 
-# latents of 2 x 6 x 10 are 2 x 3 x 5 tokens in 12 tiles
-TILE, TILES, GRID, LATENTS = (1, 2, 2), 12, (2, 3, 5), (2, 6, 10)
 PROMPTS = ["a red circle moving left", "a cat"]
-WEIGHTS = "diffusion_pytorch_model.safetensors"
 
 
-@pytest.fixture(scope="module")
-def wan(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    pipe = make_pipeline()
-    tiny.stirred(pipe.transformer)
-    folder = tmp_path_factory.mktemp("wan") / "wan"
-    pipe.save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def export(wan: Path) -> Path:
-    """The pipeline's transformer with gates that do something, and golden tensors."""
-    dense, _ = open_network(wan)
-    sizes: dict[str, Any] = {"num_attention_heads": 2, "attention_head_dim": 12, "text_dim": 32, "freq_dim": 32}
-    sizes |= {"in_channels": 16, "out_channels": 16, "ffn_dim": 32, "num_layers": 2, "rope_max_seq_len": 64}
-
-    def attention(**layer: Any) -> VideoSparseAttention:
-        return VideoSparseAttention(**layer, tile_thw=TILE, fine_gate=False)
-
-    model = VideoDiT(attention=attention, **sizes)
-    model.load_state_dict(dense.state_dict(), strict=False)
-    for block in model.blocks:
-        block.to_gate_compress.bias.data.fill_(0.5)
-    config = SparseAttentionConfig(
-        method="video_sparse",
-        tile_thw=TILE,
-        partition="cube",
-        block_order="nested",
-        fine_gate=False,
-        gate_keys=tuple(name for name in model.state_dict() if "to_gate_" in name),
-        grid_topk=((3, 4),),
-        num_tiles=(TILES,),
-        grids=(GRID,),
-        guidance_scale=3.0,
-    )
-    folder = export_pretrained(model, wan.parent / "export", sparse=config)
-    write_golden(open_network(folder)[0], folder)
-    return folder
-
-
-def settings(model: Path, **options: Any) -> CertifySettings:
-    few = {"steps": 2, "timesteps": (500.0,), "repeats": 1, "queries": 30, "device": "cpu"}
-    return CertifySettings(**{"model": str(model), **few, **options})
-
-
-def record_of(page: Path) -> dict[str, Any]:
-    return json.loads(page.with_suffix(".json").read_text())
-
-
-def test_an_export_is_certified_as_its_pipeline_renders_it(wan, export, monkeypatch):
+def test_an_export_is_certified_as_its_pipeline_renders_it(wan, export, monkeypatch, capsys):
     asked = settings(export, pipeline=str(wan), prompts=PROMPTS)
     render, asked_for = Subject.render, []
 
@@ -156,6 +99,30 @@ def test_an_export_is_certified_as_its_pipeline_renders_it(wan, export, monkeypa
         "vsa-train",
     ):
         assert words in text, words
+
+    # the sentence on top has the numbers of the tables
+    worst = max(parity["checks"], key=lambda check: check["error"] / check["tolerance"])
+    dense, sparse = (median(record["step_ms"][name]) for name in ("dense", "sparse"))
+    kept = sum(row["recall"] for row in trained) / len(trained)
+    means = [-10 * math.log10(sum(10 ** (-row["psnr"] / 10) for _, row in record["renders"].values()) / 2)]
+    assert record["facts"]["verdict"] == (
+        f"Right (3 checks, the worst {worst['error']:.2g} of 0.0001 allowed); how good: {kept:.1%} recall and "
+        f"{means[0]:.3g} dB PSNR against dense clips; how fast: a step {dense / sparse:.2f} times as fast as dense"
+    )
+    assert text.index("verdict") < text.index(record["facts"]["verdict"]) < text.index("Parity and step time are")
+    # another command says whose page it replaces, and no picture stands for another
+    monkeypatch.setattr("sys.argv", ["vsa", "certify", "again"])
+    first, second = (page.parent / "certificate").glob("render-*.png")
+    first.unlink()
+    shutil.copy(page.parent / "certificate" / "heads.csv", second)
+    capsys.readouterr()
+    asked_for.clear()
+    certify(asked)
+    assert sorted(asked_for) == sorted(PROMPTS)
+    assert f"{page} replaces that of: {record['facts']['command']}\n" in capsys.readouterr().out
+    certify(asked)
+    assert "replaces" not in capsys.readouterr().out
+    assert sorted(asked_for) == sorted(PROMPTS)
 
 
 def test_a_damaged_weight_fails(export, tmp_path, monkeypatch):

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.attention.oracle import cube_ids
-from tests.evaluation.certificate.test_certify import record_of, settings
+from tests.evaluation.certificate.conftest import record_of, settings
 from tests.evaluation.certificate.tiny_pipelines import PIPELINES, save
 from tests.integrations import tiny
 from vsa.attention.video_sparse import VideoSparseAttention

@@ -23,10 +23,11 @@ from vsa.attention.full import FullAttention
 from vsa.attention.pooled_tail import PooledTail
 from vsa.checkpoints.wan import export_pretrained
 from vsa.cli.compare_attention import compare_attention
+from vsa.config import config_folder
 from vsa.data.toy_videos import render_clip
 from vsa.data.video_files import write_video
 from vsa.evaluation.comparison.measure import Row
-from vsa.evaluation.comparison.usual import usual_on
+from vsa.evaluation.comparison.usual import usual_methods, usual_on
 from vsa.pages import page as page_module
 from vsa.pages.charts import draw_panel
 
@@ -216,8 +217,18 @@ def test_without_methods_it_measures_the_usual_ones_of_the_grid(tmp_path: Path, 
     record = json.loads((tmp_path / "comparison.json").read_text())
     methods, (note,) = usual_on((1, 2, 4), [0.5], (1, 1, 2))
     assert [row["method"] for row in record["rows"]] == [method.label for method in methods] * 2
-    assert note in capsys.readouterr().out
-    assert note in Page((tmp_path / "comparison.html").read_text(encoding="utf-8")).texts
+    out, texts = capsys.readouterr().out, Page((tmp_path / "comparison.html").read_text(encoding="utf-8")).texts
+    # whatever has a config is a row or is named
+    measured = {row["method"].partition(" ")[0] for row in record["rows"]}
+    files = {path.stem for path in (config_folder() / "attention").glob("*.yaml")}
+    others = next(text for text in texts if text.startswith("measured only where --method names them: "))
+    assert {*others.partition(": ")[2].split(", ")} == files - {
+        label.partition(" ")[0] for label in usual_methods((1, 2, 4))
+    }
+    assert all(name in note or name in others for name in files - measured)
+    assert note in out
+    assert others in out
+    assert note in texts
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 import pytest
 
@@ -24,6 +25,13 @@ def test_the_usual_methods_are_every_kind(tile):
     files = {path.stem for path in (config_folder() / "attention").glob("*.yaml")}
     assert names == (files | {"sliding_tile"}) - set(PRESETS)
     assert set(PRESETS) <= files
+    said = (
+        (config_folder().parent / "docs" / "reports.md")
+        .read_text()
+        .partition("Without `--method`")[2]
+        .partition(", which")[0]
+    )
+    assert set(re.findall(r"`(\w+)`", said)) == set(PRESETS)
     budgets = {method.sparsity for method in methods if method.family == "staged stages=f score=oracle"}
     assert budgets == {0.5, 0.75, 0.875}
     labels = {method.label for method in methods}

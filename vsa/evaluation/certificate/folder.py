@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -19,15 +20,14 @@ from vsa.checkpoints.weight_files import read_json
 from vsa.errors import refuse_unwritable
 from vsa.evaluation.certificate.subject import RECALL, RENDERS, CertifySettings, Subject
 from vsa.evaluation.comparison.agreement import SHOWN_PROMPTS, Denoised, joined
-from vsa.evaluation.comparison.figures import denoising_table, number, result_table, share
+from vsa.evaluation.comparison.figures import denoising_table, means, number, result_table, share
 from vsa.evaluation.comparison.measure import Row
 from vsa.evaluation.record import plain, write_record
-from vsa.files import refuse_others
+from vsa.files import file_digest, refuse_others
 from vsa.pages.page import Page, Table
 
 PAGE, DATA, RECORD, MAKER = "certificate.html", "certificate", "certificate.json", "vsa certify"
 STEP = "step time"
-SAMPLING = ("steps", "guidance", "flow_shift")
 CAREFUL = (
     "Parity and step time are of random inputs at half noise, in eager mode; recall and renders are of the prompts or "
     "clips that were given, and hold for these.",
@@ -47,11 +47,13 @@ def certify(asked: CertifySettings) -> Path:
     refuse_unwritable(out)
     refuse_others(out, (RECORD, PAGE), MAKER)
     subject = Subject(asked)
+    if asked.pipeline is not None and subject.unusable is not None:
+        raise ValueError(f"--pipeline {asked.pipeline}: {subject.unusable}")
     parts = _Parts(out / DATA, subject.identity())
     results: dict[str, Any] = {"parity": {}}
     missing = dict(subject.missing)
     for key, transformer in subject.transformers.items():
-        results["parity"][key] = parts.get(f"parity-{key}", {}, transformer.parity)
+        results["parity"][key] = transformer.judged(parts.get(f"parity-{key}", {}, transformer.parity))
     failed, weak = _judged(results["parity"])
     if failed:
         # the next command measures it again
@@ -63,22 +65,26 @@ def certify(asked: CertifySettings) -> Path:
         results["step_ms"] = parts.get("step", {"repeats": asked.repeats}, partial(first.step_ms, asked.repeats))
     sampling = {name: getattr(asked, name) for name in ("steps", "guidance", "flow_shift")}
     if RECALL not in missing:
-        names = ("clips", "most_clips", "layers", "timesteps", "queries", "repeats")
+        names = ("layers", "timesteps", "queries", "repeats")
         own = sampling | {name: getattr(asked, name) for name in names} | {"prompts": subject.prompts[:1]}
+        own |= {"clips": subject.clips()}
         results["recall"] = parts.get("recall", own, subject.recall)
     if RENDERS not in missing:
-        results["renders"] = {
-            prompt: parts.get(
-                _name(prompt), sampling | {"prompt": prompt}, partial(subject.render, prompt, out / _picture(prompt))
+        results["renders"] = {}
+        for prompt in subject.prompts:
+            own, picture = sampling | {"prompt": prompt}, out / _picture(prompt)
+            results["renders"][prompt] = parts.get(
+                _name(prompt), own, partial(subject.render, prompt, picture), picture
             )
-            for prompt in subject.prompts
-        }
     facts, sentences = subject.facts(), [f"{part}: {reason}" for part, reason in missing.items()]
+    facts = {"verdict": _verdict(results, failed, weak), **facts}
+    if (out / RECORD).is_file() and (before := read_json(out / RECORD)["facts"]["command"]) != facts["command"]:
+        print(f"{out / PAGE} replaces that of: {before}")
     write_record(out / RECORD, {"made_by": MAKER, "facts": facts, **results, "failed": failed, "missing": sentences})
     page = _write(out, facts, results, [*failed, *weak], sentences)
     if failed:
         raise ValueError(f"{asked.model} fails parity ({page}): {'; '.join(failed)}")
-    print(*weak, *sentences, sep="\n", end="\n" if weak or sentences else "")
+    print(*weak, *sentences, facts["verdict"], sep="\n")
     return page
 
 
@@ -88,17 +94,24 @@ class _Parts:
     def __init__(self, folder: Path, identity: Mapping[str, Any]):
         self.folder, self.identity = folder, identity
 
-    def get(self, name: str, settings: Mapping[str, Any], measure: Callable[[], Any]) -> Any:
-        """The result of a file of equal settings, else that of `measure`, which becomes the file."""
+    def get(
+        self, name: str, settings: Mapping[str, Any], measure: Callable[[], Any], picture: Path | None = None
+    ) -> Any:
+        """The result of a file of equal settings and its picture, else that of `measure`, which becomes the file."""
         path, own = self.folder / f"{name}.json", json.loads(json.dumps({**self.identity, **settings}))
-        if path.is_file() and (stored := read_json(path)).get("settings") == own and "result" in stored:
+        stored = read_json(path) if path.is_file() else {}
+        if stored.get("settings") == own and "result" in stored and stored.get("picture") == _digest(picture):
             print(f"{name}: measured before, {path}")
             return stored["result"]
         print(f"{name}: measuring")
         # as it is read later
         result = json.loads(json.dumps(plain(measure())))
-        write_record(path, {"settings": own, "result": result})
+        write_record(path, {"settings": own, "result": result, "picture": _digest(picture)})
         return result
+
+
+def _digest(picture: Path | None) -> str | None:
+    return file_digest(picture) if picture is not None and picture.is_file() else None
 
 
 def _judged(parity: Mapping[str, Any]) -> tuple[list[str], list[str]]:
@@ -107,15 +120,32 @@ def _judged(parity: Mapping[str, Any]) -> tuple[list[str], list[str]]:
     for key, result in parity.items():
         for check in result["checks"]:
             if check["failed"]:
-                line = f"{float(check['error']):.2e}, more than {check['tolerance']:g}"
+                line = f"{check['error']:.2e}, more than {check['tolerance']:g}"
                 failed.append(f"{key}: {check['compared']}: {line}")
-        tolerance, apart = max(check["tolerance"] for check in result["checks"]), float(result["sparse_difference"])
-        if not apart > tolerance:
+        tolerance, apart = max(check["tolerance"] for check in result["checks"]), result["sparse_difference"]
+        if not math.isfinite(apart):
+            failed.append(f"{key}: the sparse output has values that are NaN or infinite")
+        elif not apart > tolerance:
             weak.append(
                 f"{key}: parity says little, because the sparse output is within the tolerance too ({apart:.2e} of "
                 f"{tolerance:g}): --dtype float32 tells more"
             )
     return failed, weak
+
+
+def _verdict(results: Mapping[str, Any], failed: Sequence[str], weak: Sequence[str]) -> str:
+    """Whether the model is right, how good and how fast it is, in a sentence."""
+    checks = [check for result in results["parity"].values() for check in result["checks"]]
+    if failed:
+        return f"Not right: {failed[0]}"
+    worst = max(checks, key=lambda check: check["error"] / check["tolerance"])
+    right = "Right as far as parity tells" if weak else "Right"
+    right += f" ({len(checks)} checks, the worst {worst['error']:.2g} of {worst['tolerance']:g} allowed)"
+    good = [f"{share(row.recall)} recall" for row in means(_rows(results))[1:] if row.recall is not None]
+    good += [f"{number(row.psnr)} dB PSNR against dense clips" for row in _denoised(results)[1:]]
+    dense, sparse = (median(results["step_ms"][name]) for name in ("dense", "sparse"))
+    fast = f"a step {dense / sparse:.2f} times as fast as dense"
+    return f"{right}; how good: {' and '.join(good) or 'not measured'}; how fast: {fast}"
 
 
 def _name(prompt: str) -> str:
@@ -133,9 +163,7 @@ def _write(
     page.table(_parity_table(results["parity"]))
     if "step_ms" in results:
         page.table(_time_table(results["step_ms"]))
-    # an expert has none outside of its noise levels
-    if results.get("recall"):
-        rows = [Row(**{k: v for k, v in row.items() if k != "recall_p5"}) for row in results["recall"]]
+    if rows := _rows(results):
         sparse = [row for row in rows if row.method != rows[0].method]
         heads = [
             (row.capture, row.layer, row.timestep, head, value)
@@ -145,8 +173,7 @@ def _write(
         data = page.csv("heads", ("clip", "layer", "timestep", "head", "recall"), heads)
         page.table(_recall_table(sparse), data=data)
         page.table(result_table(rows, "Attention alone", "Means over clips, layers and timesteps."))
-    if "renders" in results:
-        denoised = [joined(list(map(_denoised, own))) for own in zip(*results["renders"].values(), strict=True)]
+    if denoised := _denoised(results):
         note = f"Prompts: {len(results['renders'])}, each from the same noise, dense and sparse."
         page.table(denoising_table(denoised, note))
         for prompt in list(results["renders"])[:SHOWN_PROMPTS]:
@@ -155,19 +182,29 @@ def _write(
     return page.write(f"Every number in {RECORD}, the results in {DATA}/")
 
 
-def _denoised(values: Mapping[str, Any]) -> Denoised:
-    # infinity is text in JSON
-    psnr = [float(value) for value in values["clip_psnr"]]
-    return Denoised(**{**values, "clip_psnr": psnr, "frames": torch.empty(0)})
+def _rows(results: Mapping[str, Any]) -> list[Row]:
+    """Recall by method, dense first; an expert has none outside of its noise levels."""
+    return [Row(**{k: v for k, v in row.items() if k != "recall_p5"}) for row in results.get("recall", ())]
+
+
+def _denoised(results: Mapping[str, Any]) -> list[Denoised]:
+    """Clips of all prompts by method, dense first."""
+
+    def one(values: Mapping[str, Any]) -> Denoised:
+        # infinity is text in JSON
+        psnr = [float(value) for value in values["clip_psnr"]]
+        return Denoised(**{**values, "clip_psnr": psnr, "frames": torch.empty(0)})
+
+    return [joined(list(map(one, own))) for own in zip(*results.get("renders", {}).values(), strict=True)]
 
 
 def _parity_table(parity: Mapping[str, Any]) -> Table:
     rows = [
-        [key, c["compared"], f"{float(c['error']):.2e}", f"{c['tolerance']:g}", "FAILED" if c["failed"] else "ok"]
+        [key, c["compared"], f"{c['error']:.2e}", f"{c['tolerance']:g}", "FAILED" if c["failed"] else "ok"]
         for key, result in parity.items()
         for c in result["checks"]
     ]
-    apart = "; ".join(f"{key} {float(result['sparse_difference']):.2e}" for key, result in parity.items())
+    apart = "; ".join(f"{key} {result['sparse_difference']:.2e}" for key, result in parity.items())
     note = f"Largest difference relative to the largest value. For scale, sparse against dense output: {apart}."
     return Table(["transformer", "compared", "difference", "tolerance", ""], rows, title="Parity", note=note, long=[1])
 

@@ -18,6 +18,7 @@ from vsa.attention.tiling import Grid
 from vsa.checkpoints.sparse_config import has_sparse_config, read_sparse_config
 from vsa.checkpoints.weight_files import local_folder, pretrained_folder, read_json
 from vsa.checkpoints.weight_source import open_weights
+from vsa.data.captions import read_captions
 from vsa.data.codecs import WanVAE
 from vsa.errors import usable_device
 from vsa.evaluation.certificate.transformer import Transformer
@@ -29,7 +30,7 @@ from vsa.evaluation.comparison.methods import AS_TRAINED, Method, parse_method, 
 from vsa.evaluation.comparison.pipelines import PipelineModel
 from vsa.evaluation.comparison.settings import CompareSettings
 from vsa.evaluation.inspection.clip import Clip, check_numbers, check_timesteps, clip_names
-from vsa.files import typed
+from vsa.files import file_digest, typed
 from vsa.integrations.diffusers.families import FAMILIES
 from vsa.integrations.diffusers.families.wan import FAMILY as WAN
 from vsa.integrations.diffusers.pipeline import FIRST, SECOND, open_pipeline
@@ -94,6 +95,7 @@ class Subject:
 
     Attributes:
         transformers: its transformers by their names in a pipeline; of an export, the sparse ones.
+        unusable: reason why the model cannot run in a pipeline; None if it can.
         missing: reasons why parts cannot be measured, by part.
 
     Raises:
@@ -136,27 +138,36 @@ class Subject:
         self.pipeline = asked.pipeline
         if self.pipeline is None and (local_folder(asked.model) / "model_index.json").is_file():
             self.pipeline = asked.model
+        # the smallest part of a download
+        self.place = None if self.pipeline is None else local_folder(self.pipeline, "scheduler")
+        self.unusable = self._without_pipeline()
         self.missing = self._missing()
 
     def identity(self) -> dict[str, Any]:
-        """What every result depends on."""
-        files = {
-            f"{name}/{path.name}": [path.stat().st_size, path.stat().st_mtime_ns]
-            for name, transformer in self.transformers.items()
-            for path in sorted(transformer.folder.iterdir())
-            if path.is_file()
-        }
+        """What every result depends on; files are told apart by their digests, those of a download by its commit."""
+        files = {f"{name}/{path}": t.folder / path for name, t in self.transformers.items() for path in t.files}
+        local = self.place is not None and Path(self.pipeline or "").is_dir()
+        if self.place is not None and local:
+            parts = {"model_index.json", *read_json(self.place / "model_index.json")} - {*self.transformers}
+            own = {path.relative_to(self.place): path for path in self.place.rglob("*") if path.is_file()}
+            files |= {f"pipeline/{name}": path for name, path in own.items() if name.parts[0] in parts}
+        print(f"digests of {len(files)} files, {sum(path.stat().st_size for path in files.values()) / 1e9:.1f} GB")
         return {
-            "model": self.asked.model,
-            "files": files,
+            "files": {name: file_digest(path) for name, path in sorted(files.items())},
+            "pipeline": None if local or self.place is None else self.place.name,
             "method": self._label,
             "tile": self.asked.tile,
-            "pipeline": self.pipeline,
             "latents": self.latents,
             "dtype": self.dtype,
             "seed": self.asked.seed,
             "environment": environment(torch.device(self.device)),
         }
+
+    def clips(self) -> list[list[str]]:
+        """Digests and captions of the videos whose q and k are measured."""
+        videos = [] if self.asked.clips is None else [*map(Path, clip_names(self.asked.clips, self.asked.most_clips))]
+        captions = read_captions(videos[0].parent, None, videos).of if videos else {}
+        return [[file_digest(path), *captions.get(path, [])] for path in videos]
 
     def recall(self) -> list[dict[str, Any]]:
         """Rows of `measure`, dense attention first, of clips in some layers at some timesteps."""
@@ -210,35 +221,33 @@ class Subject:
             raise ValueError(f"{asked.model} is dense: give --sparsity S or --topk K, with --method for another method")
         return parse_method(" ".join([asked.method or "video_sparse", *budget]), tile_thw=asked.tile)
 
-    def _missing(self) -> dict[str, str]:
-        asked, pipeline = self.asked, self.pipeline
-        first = next(iter(self.transformers.values()))
+    def _without_pipeline(self) -> str | None:
+        """Why the model cannot run in a pipeline, None if it can."""
+        pipeline, first = self.pipeline, next(iter(self.transformers.values()))
         own, known = first.class_name, FAMILIES[first.class_name].pipeline
-        # another one on the hub is not downloaded for this
-        place = local_folder(asked.model) if pipeline == asked.model else Path(pipeline or "")
-        reason = None
         if known is None:
-            reason = f"diffusers has no pipeline of {own}"
-        elif pipeline is None:
-            reason = f"needs a VAE and a text encoder, name a {known} with --pipeline"
-        elif self.method is not None and pipeline != asked.model:
-            reason = f"a dense model is rendered in its own pipeline: vsa certify {typed(Path(pipeline))}"
-        elif (index := place / "model_index.json").is_file():
-            name = read_json(index).get("_class_name")
-            lacking = [part for part in ("vae", "text_encoder") if not (Path(pipeline) / part).is_dir()]
-            lacking = lacking if Path(pipeline).is_dir() else []
-            if name != known:
-                reason = f"{own} needs a {known}, {pipeline} is a {name}"
-            elif lacking:
-                reason = f"{pipeline} has no {' and no '.join(lacking)}"
+            return f"diffusers has no pipeline of {own}"
+        if pipeline is None or self.place is None:
+            return f"needs a VAE and a text encoder, name a {known} with --pipeline"
+        if self.method is not None and self.place.resolve() != local_folder(self.asked.model).resolve():
+            return f"a dense model is rendered in its own pipeline: vsa certify {typed(Path(pipeline))}"
+        if (name := read_json(self.place / "model_index.json").get("_class_name")) != known:
+            return f"{own} needs a {known}, {pipeline} is a {name}"
+        lacking = [part for part in ("vae", "text_encoder") if not (Path(pipeline) / part).is_dir()]
+        if lacking and Path(pipeline).is_dir():
+            return f"{pipeline} has no {' and no '.join(lacking)}"
         if own != WAN.name and first.sparse is not None and first.sparse.step_list is not None:
-            reason = reason or f"distilled to the steps {list(first.sparse.step_list)}, which {known} is not sampled in"
-        if reason is not None:
-            return {RECALL: reason, RENDERS: reason}
+            return f"distilled to the steps {list(first.sparse.step_list)}, which {known} is not sampled in"
+        return None
+
+    def _missing(self) -> dict[str, str]:
+        if self.unusable is not None:
+            return dict.fromkeys((RECALL, RENDERS), self.unusable)
+        own = next(iter(self.transformers.values())).class_name
         if own != WAN.name and not self.prompts:
             return {RECALL: "needs --prompt for this class", RENDERS: "needs prompts, --prompt or --prompts"}
         missing = {} if self.prompts else {RENDERS: "needs prompts, --prompt or --prompts"}
-        return missing if self.prompts or asked.clips else {RECALL: "needs --clips, or --prompt", **missing}
+        return missing if self.prompts or self.asked.clips else {RECALL: "needs --clips, or --prompt", **missing}
 
     @cached_property
     def _compared(self) -> CompareSettings:

@@ -5,7 +5,8 @@ B batch, C T H W latent channels, frames, rows and columns, S text tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -20,7 +21,7 @@ from vsa.attention.tiling import Grid
 from vsa.checkpoints.golden import TOLERANCE, attention_output, check_golden
 from vsa.checkpoints.sparse_config import SparseAttentionConfig
 from vsa.checkpoints.wan_config import CLASS_NAME
-from vsa.checkpoints.weight_files import read_json
+from vsa.checkpoints.weight_files import WeightFiles, read_json
 from vsa.checkpoints.weight_source import open_network, open_weights
 from vsa.evaluation.comparison.methods import Method
 from vsa.evaluation.comparison.timing import fast_dense, interleaved_ms
@@ -33,15 +34,17 @@ from vsa.models.network import Network
 
 TOLERANCES = {"float32": TOLERANCE, "float16": 0.004, "bfloat16": 0.03}
 """Largest difference of outputs relative to the largest output, by dtype: three times the rounding of 30 layers."""
+WHOLE, GATED = "all tiles against the class of diffusers", "gates and all tiles against the network of this project"
+GOLDEN = "golden tensors"
 TEXT_TOKENS, IMAGE_TOKENS, TIMESTEP = 512, 257, 500.0
 
 Install = Callable[[Any], Any]
 """Function that installs attention in a transformer, see `apply`."""
 
 
-def check(name: str, error: float, tolerance: float = TOLERANCE) -> dict[str, Any]:
-    """A comparison of outputs that should be equal; a NaN fails."""
-    return {"compared": name, "error": error, "tolerance": tolerance, "failed": not error <= tolerance}
+def _number(value: Any) -> float:
+    """A number of a file; NaN for anything else."""
+    return float(value) if type(value) in (int, float) else math.nan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +85,12 @@ class Transformer:
         return read_json(self.folder / "config.json").get("_class_name", CLASS_NAME)
 
     @property
+    def files(self) -> list[str]:
+        """Names of the files of the folder, and of those below it that its index or its settings name."""
+        named = {*WeightFiles(self.folder).names, *filter(None, [self.sparse and self.sparse.golden])}
+        return sorted(named | {path.name for path in self.folder.iterdir() if path.is_file()})
+
+    @property
     def num_layers(self) -> int:
         return len(self._sizes.blocks)
 
@@ -97,13 +106,13 @@ class Transformer:
         With all tiles, our attention in the class of diffusers is compared with the attention of the class; an export
         with its gates also with the network of this project, and that with the golden tensors of the export.
         """
-        model, given, tolerance = self._open(), self._given(self.device), TOLERANCES[self.dtype]
+        model, given = self._open(), self._given(self.device)
         dense = self._run(model, given)
         with _with(self._whole, model):
             whole = _difference(self._run(model, given), dense)
         with _with(self._sparse, model):
             apart = _difference(self._run(model, given), dense)
-        checks = [check("all tiles against the class of diffusers", whole, tolerance)]
+        errors = {WHOLE: whole}
         if self.sparse is not None:
             with _with(self._gated, model):
                 output = self._run(model, given)
@@ -111,13 +120,31 @@ class Transformer:
             # one model at a time
             del model
             network = open_network(self.folder, device=self.device)[0]
-            error = _difference(velocity, _velocity(network, given))
-            checks.append(check("gates and all tiles against the network of this project", error, tolerance))
+            errors[GATED] = _difference(velocity, _velocity(network, given))
             if self.sparse.golden is not None:
                 rows = check_golden(self.folder, partial(attention_output, network))
                 worst = max(rows, key=lambda row: (row.failed, row.error))
-                checks.append(check(f"golden tensors, layer {worst.layer} the worst", worst.error, worst.tolerance))
-        return {"checks": checks, "sparse_difference": apart}
+                errors[f"{GOLDEN}, layer {worst.layer} the worst"] = worst.error
+        checks = [{"compared": name, "error": error} for name, error in errors.items()]
+        return self.judged({"checks": checks, "sparse_difference": apart})
+
+    def judged(self, parity: Mapping[str, Any]) -> dict[str, Any]:
+        """Errors of `parity` with verdicts by this transformer's own tolerances.
+
+        What is missing, or no number from 0 on, fails.
+        """
+        errors = {str(each.get("compared")): _number(each.get("error")) for each in parity.get("checks", ())}
+        tolerances = {WHOLE: TOLERANCES[self.dtype]}
+        if self.sparse is not None:
+            tolerances[GATED] = TOLERANCES[self.dtype]
+            if self.sparse.golden_tolerance is not None:
+                tolerances[GOLDEN] = min(TOLERANCE, self.sparse.golden_tolerance)
+        checks = []
+        for kind, tolerance in tolerances.items():
+            name, error = next((item for item in errors.items() if item[0].startswith(kind)), (kind, math.nan))
+            failed = not 0 <= error <= tolerance
+            checks.append({"compared": name, "error": error, "tolerance": tolerance, "failed": failed})
+        return {"checks": checks, "sparse_difference": _number(parity.get("sparse_difference"))}
 
     @torch.no_grad()
     def step_ms(self, repeats: int) -> dict[str, list[float]]:

@@ -39,7 +39,7 @@ from vsa.evaluation.comparison.runs import RunModel
 from vsa.evaluation.comparison.settings import CompareSettings
 from vsa.evaluation.comparison.synthetic import draw_captures
 from vsa.evaluation.comparison.terminal import print_results
-from vsa.evaluation.comparison.usual import usual_on
+from vsa.evaluation.comparison.usual import PRESETS, usual_on
 from vsa.evaluation.follow import held_out_prompts
 from vsa.evaluation.inspection.clip import Clip, check_numbers, check_timesteps, clip_names, open_inspected
 from vsa.evaluation.record import write_record
@@ -86,6 +86,7 @@ def compare_attention(asked: CompareSettings) -> Path:
         grid, text = model.grid_thw, model.text_in_rows
     if not asked.methods:
         methods, notes = usual_on(grid, asked.sparsities, tile, text_in_rows=text)
+        notes = [*notes, f"measured only where --method names them: {', '.join(PRESETS)}"]
     plan = DenoisingPlan() if model is None else model.prepare(methods, asked)
     if model is not None and asked.clips is not None:
         captures = capture_clips(model, clip_names(asked.clips, asked.most_clips), asked)

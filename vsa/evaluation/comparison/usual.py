@@ -1,4 +1,4 @@
-"""Methods of a comparison that names none: every method once or at a few budgets, at sizes that fit the grid."""
+"""Methods of a comparison that names none, but for `PRESETS`, once or at a few budgets, at sizes that fit the grid."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LAYERS = 5
 
 
 def usual_methods(grid: Grid, sparsities: Sequence[float] = SPARSITIES, tile_thw: Grid = (4, 4, 4)) -> list[str]:
-    """Default methods of a comparison: every method, with oracle tiles (the most recall) and random tiles.
+    """Default methods of a comparison: all but `PRESETS`, with oracle tiles (the most recall) and random tiles.
 
     Variants of VSA and of the pooled tail have the middle one of the sparsities only.
 

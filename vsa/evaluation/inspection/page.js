@@ -298,9 +298,10 @@ function drawPopularity() {
     + `<line x1="44" x2="590" y1="180" y2="180" stroke="var(--line)"/>`
     + `<text x="40" y="${py(lists[0]) + 4}" text-anchor="end">${number(lists[0])}</text><text x="40" y="184" text-anchor="end">0</text>`
     + `<text x="44" y="198">most popular tile</text><text x="590" y="198" text-anchor="end">tile ${N} of ${N}</text>`;
-  const y = data.layers.indexOf(state.layer), at = name => cell(name, state.timestep, y);
-  $("popularity-told").textContent = `Lists that hold a tile: mean ${number(at("lists_mean"))}, largest ${number(at("lists_largest"))}; `
-    + `${percent(at("lists_long"))} of the tiles are in more than 1.5 times the mean, ${percent(at("lists_none"))} in none.`;
+  // of the same lists as the curve
+  const share = holds => percent(lists.filter(holds).length / N);
+  $("popularity-told").textContent = `Lists that hold a tile (${state.head === "all" ? "mean of " : ""}${headName()}): mean ${number(average)}, largest ${number(lists[0])}; `
+    + `${share(v => v > 1.5 * average)} of the tiles are in more than 1.5 times the mean, ${share(v => v === 0)} in none.`;
 }
 
 let now = null, planned = false;
