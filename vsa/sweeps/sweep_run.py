@@ -12,10 +12,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import yaml
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.plugins.launcher import Launcher
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from omegaconf import OmegaConf
 
 from vsa.checkpoints.run_checkpoint import list_checkpoints
 from vsa.checkpoints.run_folder import check_folder, locked
@@ -149,14 +149,12 @@ class SweepRun:
                 refused.append((point, reason))
         if not centres:
             raise ValueError(refused[0][1])
-        config = self._composed(variants[0])
         if len(centres) > 1 and budget_of(config) is None:
             steps = f"each run trains trainer.max_steps={config.trainer.max_steps}, whatever FLOPs a step takes"
             rank_zero_info(f"no budget was given: {steps}; flop_budget=F gives all runs the same")
         # once for all runs, which would wait for the first one
         for settings in self._opened:
-            data: Any = OmegaConf.create(settings)
-            build(data).prepare_data()
+            build(yaml.safe_load(settings)).prepare_data()
         return centres, refused
 
     def _composed(self, point: Point, *more: str) -> Any:
