@@ -259,17 +259,20 @@ def read_bytes(path: str | Path, *, limit: int = LIMIT, inside: Path | None = No
     raise ValueError(f"{path} has more than {_size(limit)}")
 
 
-def read_text(path: str | Path, *, limit: int = LIMIT, inside: Path | None = None) -> str:
+def read_text(path: str | Path, *, limit: int = LIMIT, inside: Path | None = None, growing: bool = False) -> str:
     """The text of a file as in `read_bytes`, without a byte order mark and with `\\n` as end of lines.
 
-    UTF-8, or UTF-16 with a byte order mark, as Windows writes it.
+    UTF-8, or UTF-16 with a byte order mark, as Windows writes it. Of a `growing` file, to which lines are added, the
+    end that a kill or a power cut left is no part: a cut line, and NUL bytes.
     """
-    return _text(read_bytes(path, limit=limit, inside=inside), path)
+    return _text(read_bytes(path, limit=limit, inside=inside), path, growing=growing)
 
 
-def _text(content: bytes, name: object) -> str:
+def _text(content: bytes, name: object, *, growing: bool = False) -> str:
     # Windows writes UTF-16 with a byte order mark
     marked = content[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) and len(content) > 2
+    if growing and not marked:
+        content = content[: content.rstrip(b"\0").rfind(b"\n") + 1]
     encoding = "utf-16" if marked else "utf-8-sig"
     try:
         text = content.decode(encoding).replace("\r\n", "\n")
@@ -417,17 +420,14 @@ def read_csv(
     Args:
         path: CSV file.
         columns: names that the header must have.
-        growing: a process may be writing the file: rows that a kill has cut are left out.
+        growing: a process may be writing the file, as in `read_text`: rows that a kill has cut are left out.
 
     Raises:
         ValueError: the file is damaged, lacks a column, or has a row of another length than its header.
         OSError: the file is missing or not readable.
     """
-    lines = list(io.StringIO(read_text(path, limit=CSV_LIMIT)))
-    if growing and lines and not lines[-1].endswith("\n"):
-        del lines[-1]
     rows = []
-    reader = csv.reader(lines, strict=True)
+    reader = csv.reader(io.StringIO(read_text(path, limit=CSV_LIMIT, growing=growing)), strict=True)
     try:
         header = next(reader, [])
         for row in reader:

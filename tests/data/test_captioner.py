@@ -123,10 +123,11 @@ def test_clips_without_a_caption_get_one_that_is_kept(sees_one: str, tmp_path: P
     assert [(line["clip"], line["captioner"]) for line in lines] == [("b", sees_one), ("c", sees_one)]
     assert found["c"] == f"sks {lines[1]['caption']}"
 
-    # an edit is taken, and a line that was cut off is made anew; the caption of another model is not that of this one
+    # an edit is taken, and a line that a power cut has zeroed in part is made anew; the caption of another model is not
+    # that of this one
     other = json.dumps({"clip": "c", "caption": "of another", "captioner": "other"})
     edited = json.dumps({**lines[0], "caption": "edited"})
-    (out / MADE).write_text(f"{other}\n{edited}\n" + json.dumps(lines[1])[:-9])
+    (out / MADE).write_text(f"{other}\n{edited}\n" + json.dumps(lines[1])[:-9] + "\0" * 9)
     calls: list[str] = []
     real = Captioner.__call__
     monkeypatch.setattr(Captioner, "__call__", lambda self, clip: calls.append(self.source) or real(self, clip))

@@ -29,7 +29,7 @@ from vsa.data.encode import UnusableFiles
 from vsa.data.examples import original
 from vsa.data.plan import SampleRef
 from vsa.data.shards import LatentReader
-from vsa.data.shots import Film, Shot, ShotFinder, ShotsBy, _TransNet
+from vsa.data.shots import Film, Shot, ShotFinder, ShotRecord, ShotsBy, _TransNet
 from vsa.data.text import HashedNgramEncoder
 from vsa.data.video_files import VideoReader, probe_video, read_video
 
@@ -401,6 +401,23 @@ def test_videos_that_are_longer_than_their_clip_are_told(films: Path, tmp_path: 
 
 def test_the_command_knows_every_finder() -> None:
     assert get_args(Shots) == get_args(ShotsBy)
+
+
+def test_lines_of_shots_that_a_power_cut_zeroed_are_left_out(tmp_path: Path) -> None:
+    path, film = tmp_path / "shots.jsonl", Film(height=2, width=4, rate=8.0, shots=(Shot(0, 4, 0.0, 0.5),))
+    videos = [tmp_path / name for name in "abc"]
+    for video in videos:
+        video.write_text(video.name)
+    a, b = videos[:2]
+    ShotRecord(path, "none").add("a", a, film)
+    path.write_bytes(path.read_bytes() + b"\0" * 40)
+    record = ShotRecord(path, "none")
+    assert record.get("a", a) == film
+    assert record.get("b", b) is None
+    # a later line stands behind the zeros
+    record.add("b", b, film)
+    again = ShotRecord(path, "none")
+    assert [again.get(video.name, video) for video in videos] == [film, film, None]
 
 
 def test_the_command_says_what_it_does_and_leaves_a_page(films: Path, tmp_path: Path, capsys) -> None:

@@ -247,6 +247,7 @@ REFUSED = [
         ["topk", "sweep.lr=2", "sweep.lr_seed=0"],
         "sweep.lr_seed=0: expected a seed that is in no comparison",
     ),
+    (["topk", "sweep.seeds=[]"], "sweep.seeds=[]: no run; give a seed, or null for that of the config"),
 ]
 ALSO_REFUSED = [
     (["topk", "sweep.sedes=[1]"], "sweep.sedes=[1]: unknown setting, did you mean sweep.seeds?"),
@@ -265,6 +266,40 @@ def test_a_sweep_that_cannot_be_is_one_line_and_leaves_nothing(command_line, tmp
     (line,) = (line for line in err.splitlines() if "Warning" not in line)
     assert line.startswith("error: ")
     assert message in line
+    assert list(tmp_path.iterdir()) == []
+
+
+FEW = ("sweep", "topk", "sweep.control=false", "sweep.axes={sparsity.sparsity:[0.5]}")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("train", "flop_budget=1"), "error: flop_budget=1 is below the "),
+        ((*FEW, "sample_token_budget=1"), "error: sample_token_budget=1 is below the 2.05e+03 tokens of one step"),
+        # a sweep of good settings renders once, after its checks
+        (FEW, "error: rendering"),
+        ((*FEW[:3], "sweep.axes={sparsity.sparsity:[0.5,0.75]}", "trainer.max_steps=10"), "error: rendering"),
+        (("train", "experiment=quickstart", "dry_run=true"), "the run can start"),
+        (("train",), "error: sparsity=0.875 leaves less than one of 4 tiles"),
+        pytest.param((*FEW, "flop_budget=1"), "error: flop_budget=1 is below the ", marks=pytest.mark.slow),
+        pytest.param(("sweep", "race", "flop_budget=1"), "error: flop_budget=1 is below", marks=pytest.mark.slow),
+    ],
+)
+def test_nothing_is_rendered_before_a_run_is_checked(command_line, tmp_path, monkeypatch, caplog, words, message):
+    caplog.set_level("INFO")
+
+    def render(*_: Any) -> None:
+        raise ValueError("rendering")
+
+    monkeypatch.setattr("vsa.data.datamodule.prepare_toy_shards", render)
+    places = (f"data.root={tmp_path}/s", f"data.videos={tmp_path}/v", f"output_dir={tmp_path}/o")
+    status, _, err = command_line(*words, "data.stats=train", "trainer.accelerator=cpu", *places)
+    assert status == (0 if "dry_run=true" in words else 1)
+    assert message in err + caplog.text
+    assert f"{tmp_path}/s is not there yet: 1024 toy clips are rendered and encoded before training" in caplog.text
+    no_budget = "no budget was given: each run trains trainer.max_steps=10, whatever FLOPs a step takes; "
+    assert (no_budget in caplog.text) == ("trainer.max_steps=10" in words)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -1,6 +1,8 @@
 """metrics.csv: one row per step, new columns, rows past a resume cut."""
 
 import csv
+import os
+from pathlib import Path
 
 from tests.disks import small_files
 from vsa.training.metrics_csv import MetricsCSV
@@ -56,6 +58,44 @@ def test_resume_cuts_rows_past_its_step(tmp_path):
     fresh = MetricsCSV(str(tmp_path))
     begin(fresh, 0)
     assert _rows(fresh.path) == []
+
+
+def test_a_power_cut_leaves_the_rows_of_the_checkpoint(tmp_path, monkeypatch, caplog):
+    caplog.set_level("INFO")
+    flushes, fsync = [], os.fsync
+
+    def record(descriptor: int) -> None:
+        fsync(descriptor)
+        file = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        flushes.append(file.read_bytes() if file.is_file() else b"")
+
+    monkeypatch.setattr(os, "fsync", record)
+    logger = MetricsCSV(str(tmp_path))
+    begin(logger, 0)
+    for step in range(1, 8):
+        logger.log_metrics({"loss": step}, step)
+        # the columns are known: from here on rows are appended
+        if step == 1:
+            logger.save()
+            flushes.clear()
+        if step == 5:
+            assert not flushes
+            # as every checkpoint does
+            logger.save()
+            assert len(flushes) == 1
+    # what was not flushed is zero, or was never written
+    after, (flushed,) = logger.path.read_bytes(), flushes
+    assert flushed == b"step,loss\r\n1,1\r\n2,2\r\n3,3\r\n4,4\r\n5,5\r\n"
+    assert len(after) > len(flushed)
+    for tail in (b"\0" * (len(after) - len(flushed)), b"", b"6,\0\0\0\0", b"6,6.2"):
+        caplog.clear()
+        logger.path.write_bytes(flushed + tail)
+        resumed = MetricsCSV(str(tmp_path))
+        begin(resumed, 5)
+        assert [(row["step"], row["loss"]) for row in _rows(resumed.path)] == [(str(n), str(n)) for n in range(1, 6)]
+        told = f"warning: {logger.path}: a kill or power cut has damaged its end, which was cut off"
+        assert [record.getMessage() for record in caplog.records] == [told] * bool(tail)
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.csv"]
 
 
 def test_a_full_disk_is_told_once_loses_no_older_row_and_never_stops(tmp_path, caplog):

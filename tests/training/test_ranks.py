@@ -8,7 +8,9 @@ import signal
 import socket
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import lightning as L
 import pytest
@@ -16,9 +18,10 @@ import torch.distributed as dist
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from tests.training.ranks import Ranks, run_ranks, wait_for
+from vsa.training.heartbeats import own_heartbeat
 from vsa.training.rank_times import CollectiveClock, RankTimes, straggler_line
 from vsa.training.run_state import RunStatus
-from vsa.training.watch import LOST_STATUS, RankMonitor
+from vsa.training.watch import LOST_STATUS, RankMonitor, Timeouts, _Seen
 
 RANKS = (
     "model.num_layers=1",
@@ -46,13 +49,17 @@ def ended(world: int, function: Callable[[int], object], folder: Path, *, frozen
 
 
 class Act(L.Callback):
-    """Calls a function in an optimizer step counted from 1."""
+    """Calls a function in an optimizer step counted from 1, or within it, after it was reported as begun."""
 
-    def __init__(self, step: int, act: Callable[[], object]):
-        self.step, self.act = step, act
+    def __init__(self, step: int, act: Callable[[], object], *, within: bool = False):
+        self.step, self.act, self.within = step, act, within
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        if trainer.global_step == self.step - 1:
+        if trainer.global_step == self.step - 1 and not self.within:
+            self.act()
+
+    def on_before_backward(self, trainer, pl_module, loss):
+        if trainer.global_step == self.step - 1 and self.within:
             self.act()
 
 
@@ -80,12 +87,20 @@ def test_the_others_end_with_a_line_that_names_a_lost_rank(training, tmp_path, n
 
 
 @pytest.mark.slow
-def test_a_rank_whose_main_thread_stands_is_named_although_it_answers(training, tmp_path):
+@pytest.mark.parametrize(
+    ("trainer", "within", "place"),
+    [("fsdp", False, "the data of step 4"), ("fsdp", True, "step 4"), ("ddp", True, "step 4")],
+)
+def test_a_rank_whose_main_thread_stands_is_named_although_it_answers(training, tmp_path, trainer, within, place):
     # of three, two can say so: one does
     status, err = ended(
         3,
         lambda rank: training(
-            *RANKS, SOON, "data.batch_size=3", callbacks=(Act(4, lambda: time.sleep(1000)),) if rank == 2 else ()
+            *RANKS,
+            SOON,
+            f"trainer={trainer}",
+            "data.batch_size=3",
+            callbacks=(Act(4, lambda: time.sleep(1000), within=within),) if rank == 2 else (),
         ),
         tmp_path,
     )
@@ -93,7 +108,7 @@ def test_a_rank_whose_main_thread_stands_is_named_although_it_answers(training, 
     lines = [line for text in err for line in text.splitlines() if line.startswith("error: ")]
     (line,) = lines
     assert line.startswith("error: rank 2 (pid ")
-    assert ", last in the data of step 4) has made no progress for 5 s: " in line
+    assert f", last in {place}) has made no progress for 5 s: " in line
     for rank in range(3):
         assert "_run_stage" in (training.folder() / f"stacks-rank-{rank}.txt").read_text()
 
@@ -178,6 +193,33 @@ def test_two_agents_of_torchrun_meet_and_are_one(training, tmp_path):
     assert set(one) == set(two)
     assert max((one[name] - two[name]).abs().max().item() for name in one) < 1e-6
     assert len(list((training.folder("two") / "checkpoints" / "step-00000002").glob("model-*-of-00002.*"))) == 2
+
+
+@pytest.mark.parametrize(
+    ("moves", "calls", "line"),
+    [
+        ((8, 7, 8), (40, 40, 40), "rank 1 (pid "),
+        # the step is the same: that in the way has begun fewer collectives
+        ((8, 8, 8), (40, 40, 39), "rank 2 (pid "),
+        ((8, 7, 8), (40, 40, 39), "rank 1 (pid "),
+        ((8, 8, 8), (40, 40, 40), "no rank has made progress for 5 s"),
+    ],
+)
+def test_of_ranks_that_answer_the_last_one_is_named(monkeypatch, moves, calls, line):
+    status = RunStatus()
+    status.stage, now, told = "steps", time.monotonic(), []
+    watch = RankMonitor(Path("nowhere"), status)
+    monkeypatch.setattr(watch, "_end", lambda why, *_, **__: told.append(why))
+    beats = [replace(own_heartbeat(), moves=m, calls=c, paused=False) for m, c in zip(moves, calls, strict=True)]
+    meeting = SimpleNamespace(beats=beats, rank=0, host_rank=None, failure=None, heard_at=now)
+    watch._timeouts = Timeouts(step=5, first=5)
+    watch._seen = {rank: _Seen(beat=beats[rank], heard=now) for rank in (1, 2)}
+    watch._moves, watch._moved = moves, now - 4
+    watch._judge_ranks(meeting, now)
+    assert told == []
+    watch._judge_ranks(meeting, now + 2)
+    # the first one ends the process
+    assert told[0].startswith(line)
 
 
 def test_only_steps_have_a_time_limit():

@@ -133,8 +133,7 @@ def caption_clips(
 
 
 def _lines(path: Path) -> list[dict[str, str]]:
-    lines = read_text(path, limit=CSV_LIMIT).split("\n") if path.exists() else [""]
-    # the last one is empty, or was cut off
+    lines = read_text(path, limit=CSV_LIMIT, growing=True).split("\n") if path.exists() else [""]
     kind = {"clip": str, "caption": str, "captioner": str}
     return [parse_json(line, f"{path}, line {i + 1}", kind) for i, line in enumerate(lines[:-1])]
 

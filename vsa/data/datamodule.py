@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
+from vsa.data.index import INDEX_NAME
 from vsa.data.index_statistics import statistics_of
 from vsa.data.plan import Source
 from vsa.data.plan_datamodule import ENDLESS, PlanDataModule
@@ -74,6 +75,16 @@ class LatentDataModule(PlanDataModule):
         if self.toy is None or self.videos is None:
             return
         prepare_toy_shards(self.toy, Path(self.videos), Path(self._roots["main"]), self.codec, self.text_encoder)
+
+    def before_data(self) -> PlanDataModule:
+        """Toy clips that are still to be rendered are stood for by the same ones, drawn on the fly."""
+        root = Path(self._roots.get("main", ""))
+        if self.toy is None or (root / INDEX_NAME).is_file():
+            return self
+        rank_zero_info(f"{root} is not there yet: {self.toy.count} toy clips are rendered and encoded before training")
+        own: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(PlanDataModule)}
+        own["stats"] = "data"
+        return ToyOnlineDataModule(**own, toy=self.toy)
 
     @property
     def places(self) -> list[Path]:

@@ -88,6 +88,10 @@ class PlanDataModule(LightningDataModule):
         self._more: set[str] = set()
         self._opened: tuple[SampleStore, DataPlan, dict[Shape, tuple[SampleRef, ...]]] | None = None
 
+    def before_data(self) -> PlanDataModule:
+        """The module with which a run is checked before missing data are prepared."""
+        return self
+
     def open_store(self) -> SampleStore:
         """Store of all samples of this module, of every split."""
         raise NotImplementedError

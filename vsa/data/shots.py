@@ -17,9 +17,14 @@ from torch import Tensor
 
 from vsa.data.decoder_process import DecoderProcess
 from vsa.data.media_folder import file_version
+<<<<<<< HEAD
 from vsa.data.resampling import FASTEST, instants
 from vsa.data.video_files import IMAGE_SUFFIXES
 from vsa.files import CSV_LIMIT, parse_json, read_text, writing
+=======
+from vsa.data.video_files import IMAGE_SUFFIXES, instants, slack
+from vsa.files import CSV_LIMIT, parse_json, read_bytes, writing
+>>>>>>> mend-ends
 from vsa.settings import AtLeastOne, Count, Positive
 
 ShotsBy = Literal["auto", "transnet", "scenedetect", "none"]
@@ -145,8 +150,8 @@ class ShotRecord:
         self._path, self._by, self._lock = path, by, threading.Lock()
         self._films: dict[str, dict[str, Any]] = {}
         with suppress(FileNotFoundError):
-            for line in read_text(path, limit=CSV_LIMIT).splitlines():
-                # a line that an interruption cut is as good as none
+            for line in read_bytes(path, limit=CSV_LIMIT).split(b"\n"):
+                # a line that an interruption cut or zeroed is as good as none
                 with suppress(ValueError):
                     record = parse_json(line, path, _RECORD)
                     # what was found first holds

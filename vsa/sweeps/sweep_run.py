@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import yaml
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.plugins.launcher import Launcher
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
@@ -19,7 +20,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from vsa.checkpoints.run_checkpoint import list_checkpoints
 from vsa.checkpoints.run_folder import check_folder, locked
 from vsa.checkpoints.run_history import has_finished
-from vsa.config import Sweep
+from vsa.config import Sweep, build
 from vsa.evaluation.figures import final_loss
 from vsa.files import typed
 from vsa.secrets import without_secrets
@@ -29,6 +30,7 @@ from vsa.sweeps.lifeline import OPTION
 from vsa.sweeps.points import Point, at_learning_rates, at_seeds, learning_rates
 from vsa.sweeps.record import SweepRecord
 from vsa.sweeps.watch import SweepDisplay
+from vsa.training.budgets import budget_of
 from vsa.training.launch import INPUT_ERRORS
 from vsa.training.train import check_run
 
@@ -65,6 +67,8 @@ class SweepRun:
         self._sweeper, self._sweep, self._folder = sweeper, sweep, folder
         self._settings, self._overwrite = settings, overwrite
         self._seeds = list(sweep.seeds) if sweep.seeds is not None else None
+        if self._seeds == [] and sweep.lr is None:
+            raise ValueError("sweep.seeds=[]: no run; give a seed, or null for that of the config")
         every = self._seeds or [seed]
         if twice := [one for one in every if every.count(one) > 1]:
             raise ValueError(f"sweep.seeds={every}: two runs would write to one folder, {folder}/POINT-seed{twice[0]}")
@@ -145,6 +149,12 @@ class SweepRun:
                 refused.append((point, reason))
         if not centres:
             raise ValueError(refused[0][1])
+        if len(centres) > 1 and budget_of(config) is None:
+            steps = f"each run trains trainer.max_steps={config.trainer.max_steps}, whatever FLOPs a step takes"
+            rank_zero_info(f"no budget was given: {steps}; flop_budget=F gives all runs the same")
+        # once for all runs, which would wait for the first one
+        for settings in self._opened:
+            build(yaml.safe_load(settings)).prepare_data()
         return centres, refused
 
     def _composed(self, point: Point, *more: str) -> Any:

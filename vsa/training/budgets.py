@@ -62,7 +62,7 @@ def steps_of_budget(
             keep `trainer.max_steps` for a budget of seconds.
 
     Raises:
-        ValueError: two budgets, or a sparsity schedule that is not known in advance.
+        ValueError: two budgets, one below a step, or a sparsity schedule that is not known in advance.
     """
     name = budget_of(cfg)
     if name is None:
@@ -91,6 +91,8 @@ def steps_of_budget(
         steps = work.steps_nearest(budget, cost, min(times))
         each = work.flops(steps, cost) / steps
     what = {"sample_token_budget": "tokens", "flop_budget": "FLOPs", "second_budget": "seconds"}[name]
+    if budget < each and steps == 1:
+        raise ValueError(f"{name}={budget:.3g} is below the {each:.3g} {what} of one step")
     rank_zero_info(f"{name}={budget:.3g}: {steps} steps of {each:.3g} {what} on average")
     return steps
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +25,7 @@ class Heartbeat:
     Args:
         count: running number of the beat, so that no two are equal.
         moves: number of steps begun and ended; in a stalled run, the rank with the fewest is the last one.
+        calls: number of collectives begun; of ranks in one step, that with the fewest keeps the others waiting.
         doing: current activity, such as "step 12".
         paused: whether the rank is in a phase without time limit.
         pid: process id.
@@ -38,6 +40,7 @@ class Heartbeat:
 
     count: int = 0
     moves: int = 0
+    calls: int = 0
     doing: str = "the start"
     paused: bool = True
     pid: int
@@ -58,6 +61,16 @@ def own_heartbeat() -> Heartbeat:
         # containers have separate process namespaces; without /proc no process can be inspected
         place = f"{host} {os.readlink('/proc/self/ns/pid')}"
     return Heartbeat(pid=pid, host=host, place=place)
+
+
+def collectives_begun() -> int:
+    """Number of collectives that this rank has begun, in all of its process groups together."""
+    begun = 0
+    for group in list[Any](distributed_c10d._world.pg_map):
+        # not every backend counts
+        with suppress(RuntimeError):
+            begun += group._get_sequence_number_for_group()
+    return begun
 
 
 class HeartbeatExchange:

@@ -12,7 +12,7 @@ from typing import Any
 from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
 
-from vsa.files import atomic_file, read_csv, set_damaged_aside, writing
+from vsa.files import CSV_LIMIT, atomic_file, flush_to_disk, read_bytes, read_csv, set_damaged_aside, writing
 from vsa.training.validation_csv import COLUMNS
 
 
@@ -62,6 +62,8 @@ class MetricsCSV(Logger):
                 columns, rows = read_csv(self.path, self._columns, growing=True)
                 for row in rows:
                     _refuse_text(self.path, row)
+                if not read_bytes(self.path, limit=CSV_LIMIT).endswith(b"\n"):
+                    rank_zero_info(f"warning: {self.path}: a kill or power cut has damaged its end, which was cut off")
                 self._rows, self._columns = [row for row in rows if int(row["step"]) <= self._start], columns
             validation = self.path.with_name("validation.csv")
             with damage_set_aside(validation), suppress(FileNotFoundError):
@@ -78,7 +80,7 @@ class MetricsCSV(Logger):
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
         step = 0 if step is None else step
         if self._open is not None and self._open["step"] != str(step):
-            self.save()
+            self._write()
         row = self._open or {"step": str(step)}
         row.update({k: f"{float(v):.9g}" for k, v in metrics.items() if k != "epoch"})
         self._open = row
@@ -89,17 +91,21 @@ class MetricsCSV(Logger):
 
     @rank_zero_only
     def save(self) -> None:
+        """Write all rows to the disk, so that a power cut leaves those of the checkpoint that follows."""
+        self._write(flush=True)
+
+    def _write(self, *, flush: bool = False) -> None:
         """Write the rows that are not in the file yet; rows without disk space are retried with the next one."""
         if self._open is not None:
             self._add(self._open)
             self._open = None
-        if not self._stale and self._written == len(self._rows):
-            return
         try:
             if self._stale:
                 self._rewrite()
-            else:
+            elif self._written < len(self._rows):
                 self._append(self._rows[self._written :])
+            if flush:
+                flush_to_disk(self.path)
         except OSError as error:
             if not self._told:
                 rank_zero_info(f"warning: {error}: training continues, metrics are written once there is space")

@@ -21,6 +21,7 @@ from vsa.checkpoints.run_checkpoint import Checkpoint, list_checkpoints
 from vsa.checkpoints.run_folder import RunFolder, locked, refuse_inside_run
 from vsa.checkpoints.wan_config import transformer_config
 from vsa.config import build, build_task, check_settings, check_targets, in_run_folder, model_factory, resolved
+from vsa.data.datamodule import LatentDataModule
 from vsa.data.parallel_dims import ParallelDims
 from vsa.data.sample_store import follow_codec
 from vsa.errors import told_together
@@ -137,7 +138,7 @@ def _refuse_own_inputs(cfg: DictConfig, module: Any, datamodule: Any) -> None:
 
 
 def check_run(cfg: DictConfig, opened: dict[str, Any]) -> DictConfig:
-    """Refuse a new run that `train` would refuse before its first step; missing data are prepared.
+    """Refuse a new run that `train` would refuse before its first step; missing data are not prepared.
 
     Returns its config with the settings that follow from the data, and the steps of its budget.
 
@@ -155,7 +156,7 @@ def check_run(cfg: DictConfig, opened: dict[str, Any]) -> DictConfig:
     follow_codec(cfg.data)
     follow_rate(cfg)
     key = OmegaConf.to_yaml(cfg.data, resolve=True)
-    datamodule = opened.get(key) or build(cfg.data)
+    datamodule = opened.get(key) or build(cfg.data).before_data()
     if budget_of(cfg) is None:
         _task(cfg, datamodule)
     else:
@@ -185,13 +186,15 @@ def _task(
     _dims(cfg.trainer, module)
 
     def check_data() -> None:
-        # files that are there are looked at now, toy clips have to be made first, and streams are far away
-        if not is_set_up and getattr(datamodule, "toy", datamodule) is not None:
+        # files are looked at now, streams are far away
+        if not is_set_up and not isinstance(datamodule, LatentDataModule):
             return
-        datamodule.setup("fit")
+        data = datamodule.before_data()
+        data.prepare_data()
+        data.setup("fit")
         size = JobSize(cfg.trainer.accumulate_grad_batches, _dims(cfg.trainer, module), cfg.trainer.max_steps)
         with without_memory():
-            module.check_start(model_factory(cfg)(), datamodule, size)
+            module.check_start(model_factory(cfg)(), data, size)
 
     told_together(lambda: _check_model(cfg, datamodule, typed), lambda: module.check_weights(datamodule), check_data)
     if overwrites(cfg):
@@ -318,6 +321,7 @@ def _max_steps(cfg: DictConfig, datamodule: Any, resume: Checkpoint | None) -> i
 def _steps_of_budget(cfg: DictConfig, data: Any, step_seconds: Callable[[int], float] | None = None) -> int:
     if budget_of(cfg) is None:
         return cfg.trainer.max_steps
+    data = data.before_data()
     data.prepare_data()
     data.setup("fit")
     image = data.image_encoder

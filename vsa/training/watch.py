@@ -19,7 +19,7 @@ from types import TracebackType
 from torch.distributed import DistError
 
 from vsa.signals import ENDING, NOTHING_SAVED, Stopped, exit_now, is_foreign
-from vsa.training.heartbeats import Heartbeat, HeartbeatExchange, own_heartbeat, state_of_process
+from vsa.training.heartbeats import Heartbeat, HeartbeatExchange, collectives_begun, own_heartbeat, state_of_process
 from vsa.training.run_state import RunStatus
 
 LOST_STATUS = 75
@@ -181,7 +181,8 @@ class RankMonitor:
 
     def _say(self) -> Heartbeat:
         received = self._received[0][0] if self._received else 0
-        return replace(self._own, paused=self._status.paused_now or self._status.stage != "steps", signal=received)
+        paused = self._status.paused_now or self._status.stage != "steps"
+        return replace(self._own, paused=paused, signal=received, calls=collectives_begun())
 
     # the thread
 
@@ -286,8 +287,9 @@ class RankMonitor:
             if now - peer.heard > limit:
                 self._lost(rank, f"{self._named(rank)} has not answered for {limit:g} s")
         if now - self._moved > limit:
-            last = [rank for rank, moves in enumerate(self._moves) if moves == min(self._moves)]
-            if len(last) < len(self._moves):
+            done = [(beat.moves, beat.calls) for beat in meeting.beats]
+            last = [rank for rank, own in enumerate(done) if own == min(done)]
+            if len(last) < len(done):
                 self._lost(last[0], f"{self._named(last[0])} has made no progress for {limit:g} s")
             self._lost(None, f"no rank has made progress for {limit:g} s")
 
