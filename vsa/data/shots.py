@@ -17,14 +17,9 @@ from torch import Tensor
 
 from vsa.data.decoder_process import DecoderProcess
 from vsa.data.media_folder import file_version
-<<<<<<< HEAD
 from vsa.data.resampling import FASTEST, instants
 from vsa.data.video_files import IMAGE_SUFFIXES
-from vsa.files import CSV_LIMIT, parse_json, read_text, writing
-=======
-from vsa.data.video_files import IMAGE_SUFFIXES, instants, slack
 from vsa.files import CSV_LIMIT, parse_json, read_bytes, writing
->>>>>>> mend-ends
 from vsa.settings import AtLeastOne, Count, Positive
 
 ShotsBy = Literal["auto", "transnet", "scenedetect", "none"]
