@@ -170,6 +170,21 @@ def test_words_of_a_sweep_file_are_not_typed(tmp_path):
     assert urls == ["https://mine.example/x.tar", "https://two.example/x.tar"]
 
 
+ESCAPED = r"init_from=$\{oc.env\:MY_API_KEY\}"
+
+
+def test_references_that_words_of_a_sweep_file_escape_are_none(tmp_path, monkeypatch):
+    monkeypatch.setenv("MY_API_KEY", SECRET)
+    # the control: a typed one is resolved
+    typed = open_hydra(str(config_folder())).compose_config("train", [ESCAPED], RunMode.RUN, from_shell=False)
+    assert typed.init_from == SECRET
+    loader, cfg = composed_from(tmp_path, f"variants:\n  a: ['{ESCAPED}']\n", group="sweep")
+    for word in (ESCAPED, r"data.drop=$\{run\}$\{oc.env\:MY_API_KEY\}", r"+task.note={a:$\{oc.env\:MY_API_KEY\}}"):
+        with pytest.raises(ValueError, match=r"a file may refer to other settings only") as refusal:
+            loader.load_sweep_config(cfg, [word])
+        assert SECRET not in str(refusal.value)
+
+
 @pytest.mark.slow
 def test_the_environment_is_not_read_when_words_of_a_sweep_are_composed(tmp_path):
     text = "variants:\n  a: ['data.drop=${run}{oc.env:MY_API_KEY}']\n"

@@ -217,6 +217,8 @@ class SweepRun:
     def _job(self, point: Point) -> Job:
         if self._record.finished(point):
             return Job(point.name, (), self._log(point), status="finished")
+        # its command line would make typed words of those that stand in the file of the sweep
+        self._composed(point)
         goes_on = bool(list_checkpoints(self._folder / point.name / "checkpoints"))
         words = [*self._settings, *point.overrides, *self._place(point)]
         words += ["ckpt_path=last"] if goes_on else []

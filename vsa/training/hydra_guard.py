@@ -210,6 +210,10 @@ class CheckedLoader(ConfigLoaderImpl):
         def is_typed(key: Key) -> bool:
             return {is_own for top, is_own in keys if key[: len(top)] == top} == {True}
 
+        # Hydra unescapes words of files, so that a reference may have come of them
+        for path, value in leaves(OmegaConf.to_container(cfg, resolve=False)):
+            if not (path[0] == "hydra" and path[1] != "sweeper") and not is_typed(path):
+                refuse_other_references(value, top=path)
         if (names := cfg.hydra.job.env_copy) and not is_typed(("hydra", "job", "env_copy", "0")):
             raise ValueError(f"hydra.job.env_copy={names} stands in a file, which may not read the environment")
         check_hydra(cfg.hydra)
