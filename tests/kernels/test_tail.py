@@ -153,6 +153,29 @@ def test_ranges_of_queries_and_repeats(triton_device, monkeypatch):
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_finite_inputs_do_not_pay_for_isolation(dtype):
+    overflows = pytest.importorskip("vsa_kernels.tail.triton_tail")._overflows
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, dout = (torch.randn(1, 6, 2, 8, generator=generator).to(dtype) for _ in range(4))
+    delta = torch.randn(1, 2, 6, generator=generator)
+    forward, backward = (q, k, v), (q, k, v, dout, delta)
+    assert not overflows(forward, 0.5)
+    assert not overflows(backward, 0.5)
+    # each of them alone, and sizes of two whose product alone is too large
+    for value in (torch.nan, torch.inf, -torch.inf, -1e38):
+        for x in backward:
+            x[..., 3], kept = value, x[..., 3].clone()
+            assert overflows(backward, 0.5)
+            assert overflows(forward, 0.5) or x is dout or x is delta
+            x[..., 3] = kept
+    for a, b in ((q, k), (v, dout)):
+        large = tuple(x * 1e19 if x is a or x is b else x for x in backward)
+        assert all(x.isfinite().all() for x in large)
+        assert overflows(large, 0.5)
+    assert overflows(forward, 1e38)
+
+
 def test_all_listed_is_the_sparse_attention(triton_device):
     case = make_case([16] * 3, [16, 9, 16], heads=2, kv_heads=2, device=triton_device)
     every = BlockIndex.from_dense(torch.ones(1, 1, 3, 3, dtype=torch.bool, device=triton_device))

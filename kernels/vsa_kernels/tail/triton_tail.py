@@ -95,11 +95,14 @@ def _in_tail(x, b_bias, ISOLATED: tl.constexpr):
 @triton.jit(do_not_specialize=["L", "H", "num_q", "num_kv"])
 def _tail_fwd_kernel(
     q, k_mean, v_mean, out, lse, tail, log_sizes, q_offsets, factor, q_b, q_l, q_h, o_b, o_l, tail_b, tail_h,
-    L, H, num_q, num_kv,
+    L, H, num_q, num_kv, flag,
     GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, Q_PARTS: tl.constexpr,
     Q_SIZE: tl.constexpr, EVEN_Q: tl.constexpr, BLOCK_N: tl.constexpr, DESC: tl.constexpr,
     PRECISION: tl.constexpr, ISOLATED: tl.constexpr,
 ):  # fmt: skip
+    # of the two variants that are launched, one has this call's work
+    if flag is not None and tl.load(flag) != ISOLATED:
+        return
     i_tile, i_bh = tl.program_id(0) % (num_q * Q_PARTS), tl.program_id(0) // (num_q * Q_PARTS)
     i_b, i_h = i_bh // H, i_bh % H
     i_n, i_part = i_tile // Q_PARTS, i_tile % Q_PARTS
@@ -147,11 +150,14 @@ def _load_stats(lse, delta, at, size, BLOCK: tl.constexpr):
 @triton.jit(do_not_specialize=["L", "H", "num_q", "num_kv"])
 def _tail_dq_kernel(
     q, k_mean, v_mean, dout, lse, delta, dq, tail, log_sizes, q_offsets, factor, scale,
-    q_b, q_l, q_h, do_b, do_l, do_h, dq_b, dq_l, tail_b, tail_h, L, H, num_q, num_kv,
+    q_b, q_l, q_h, do_b, do_l, do_h, dq_b, dq_l, tail_b, tail_h, L, H, num_q, num_kv, flag,
     GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, Q_PARTS: tl.constexpr,
     Q_SIZE: tl.constexpr, EVEN_Q: tl.constexpr, BLOCK_N: tl.constexpr, DESC: tl.constexpr,
     PRECISION: tl.constexpr, ISOLATED: tl.constexpr,
 ):  # fmt: skip
+    # of the two variants that are launched, one has this call's work
+    if flag is not None and tl.load(flag) != ISOLATED:
+        return
     i_tile, i_bh = tl.program_id(0) % (num_q * Q_PARTS), tl.program_id(0) // (num_q * Q_PARTS)
     i_b, i_h = i_bh // H, i_bh % H
     i_n, i_part = i_tile // Q_PARTS, i_tile % Q_PARTS
@@ -180,11 +186,14 @@ def _tail_dq_kernel(
 @triton.jit(do_not_specialize=["L", "H", "num_q", "num_kv", "rows"])
 def _tail_dkv_kernel(
     q, k_mean, v_mean, dout, lse, delta, dk_mean, dv_mean, tail, log_sizes, q_offsets, factor, scale,
-    q_b, q_l, q_h, do_b, do_l, do_h, tail_b, tail_h, L, H, num_q, num_kv, rows,
+    q_b, q_l, q_h, do_b, do_l, do_h, tail_b, tail_h, L, H, num_q, num_kv, rows, flag,
     GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, Q_PARTS: tl.constexpr,
     Q_SIZE: tl.constexpr, EVEN_Q: tl.constexpr, BLOCK_N: tl.constexpr, DESC: tl.constexpr,
     PRECISION: tl.constexpr, ISOLATED: tl.constexpr,
 ):  # fmt: skip
+    # of the two variants that are launched, one has this call's work
+    if flag is not None and tl.load(flag) != ISOLATED:
+        return
     # means of one head run side by side and share its queries in L2
     columns, Hkv = tl.cdiv(num_kv, BLOCK_N), H // GROUP
     first, i_bh, i_range = tl.program_id(0) % columns * BLOCK_N, tl.program_id(0) // columns, tl.program_id(1)
@@ -236,11 +245,10 @@ class _Call:
 
     def __init__(
         self, q: Tensor, k_mean: Tensor, v_mean: Tensor, mask: BlockMask, candidates: Tensor | None, exclude: bool,
-        scale: float,
+        scale: float, gradients: Sequence[Tensor] = (),
     ):  # fmt: skip
         self.q, self._mask = rows_ready(q), mask
-        # without candidates a row sees every block, in its list or in its tail
-        self._fixed = {"GROUP": q.shape[2] // k_mean.shape[2], "ISOLATED": candidates is not None}
+        self._fixed = {"GROUP": q.shape[2] // k_mean.shape[2]}
         more = -mask.kv_blocks.num % max(config(x, q.shape[3], q.dtype, q.device)["BLOCK_N"] for x in _KERNELS)
         self.means = [pad(x.to(q.dtype), (0, 0, 0, 0, 0, more)) for x in (k_mean, v_mean)]
         tail = _tail_map(mask, candidates, exclude, more)
@@ -248,6 +256,16 @@ class _Call:
         self.numbers = (tail, log_sizes, mask.q_blocks.offsets, scale * LOG2E.value)
         at = (tail.stride(d) if tail.shape[d] > 1 else 0 for d in range(2))
         self.sizes = (*at, q.shape[1], q.shape[2], mask.q_blocks.num, tail.shape[3])
+        # without candidates a row sees every block, in its list or in its tail
+        self._flag = None if candidates is None else _overflows((self.q, *self.means, *gradients), self.numbers[3])
+
+    def launch(self, kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
+        """Launch a kernel; with candidates both of its variants, of which the flag on the device takes one.
+
+        Isolation takes a tenth of the time, which inputs that are finite need not pay.
+        """
+        for isolated in (False,) if self._flag is None else (False, True):
+            launch(kernel, grid, *args, self._flag, ISOLATED=isolated, **constants)
 
     def by_query(self, kernel: str) -> tuple[tuple[int, ...], Sequence[Any], dict[str, Any]]:
         """Grid of a kernel with a program for each tile of queries, the means or their descriptors, constants."""
@@ -280,6 +298,20 @@ class _Call:
         }  # fmt: skip
 
 
+def _overflows(tensors: Sequence[Tensor], factor: float) -> Tensor:
+    """bool `[]` on the device: whether a product of a token and any block, in its tail or not, may be not finite.
+
+    Args:
+        tensors: q, means of k and v; in the backward also dout and delta, which is NaN where lse is: both have one sum.
+        factor: factor of the logits in base 2.
+    """
+    size_q, size_k, size_v, *more = (torch.linalg.vector_norm(x, float("inf"), dtype=torch.float32) for x in tensors)
+    size_do, size_delta = more or (1.0, 0.0)
+    # twice what a sum of D products can reach, so that rounding and the difference to delta stay finite as well
+    terms = 2 * tensors[0].shape[3] * max(1.0, abs(factor))
+    return ~((size_q * size_k + size_do * size_v + size_delta) * terms).isfinite()
+
+
 def _tail_map(mask: BlockMask, candidates: Tensor | None, exclude: bool, more: int) -> Tensor:
     """int8 `[B|1, H|1, Nq, Nkv + more]`, 1 for the blocks whose means join the softmax of a query block."""
     lists, counts = mask.index.kv_indices.contiguous(), mask.index.kv_num_blocks.contiguous()
@@ -302,7 +334,7 @@ def forward(
     out, lse = dispatch.forward(q, k, v, mask, scale)
     call = _Call(q, k_mean, v_mean, mask, candidates, exclude, scale)
     grid, means, constants = call.by_query("tail_fwd")
-    launch(
+    call.launch(
         _tail_fwd_kernel, grid,
         call.q, *means, out, lse, *call.numbers, *call.q.stride()[:3], *out.stride()[:2], *call.sizes, **constants,
     )  # fmt: skip
@@ -314,12 +346,12 @@ def backward(
     mask: BlockMask, candidates: Tensor | None, exclude: bool, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk and dv."""
-    call, dout = _Call(q, k_mean, v_mean, mask, candidates, exclude, scale), rows_ready(dout)
-    delta = triton_bwd.delta(dout, out, lse, None)
+    dout, delta = rows_ready(dout), triton_bwd.delta(dout, out, lse, None)
+    call = _Call(q, k_mean, v_mean, mask, candidates, exclude, scale, (dout, delta))
     at = (*call.q.stride()[:3], *dout.stride()[:3])
     grid, rows, (in_q, in_do), constants = call.by_mean("tail_dkv", dout)
     dk_mean, dv_mean = (k_mean.new_empty((grid[1], *call.means[0].shape)) for _ in range(2))
-    launch(
+    call.launch(
         _tail_dkv_kernel, grid,
         in_q, *call.means, in_do, lse, delta, dk_mean, dv_mean, *call.numbers, scale, *at, *call.sizes, rows,
         **constants,
@@ -327,7 +359,7 @@ def backward(
     shares = (None, *(x.sum(0)[:, : mask.kv_blocks.num].contiguous() for x in (dk_mean, dv_mean)))
     dq, dk, dv = dispatch.backward(dout, delta, lse, q, k, v, mask, scale, shares)
     grid, means, constants = call.by_query("tail_dq")
-    launch(
+    call.launch(
         _tail_dq_kernel, grid,
         call.q, *means, dout, lse, delta, dq, *call.numbers, scale, *at, *dq.stride()[:2], *call.sizes, **constants,
     )  # fmt: skip
