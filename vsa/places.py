@@ -57,8 +57,7 @@ def refuse_inputs(run_dir: Path, places: Iterable[Path]) -> None:
     those in a folder that is read too; one that leads back to itself leads to no file."""
     for place in places:
         for path in (place, *(place.iterdir() if place.is_dir() else ())):
-            real = Path(os.path.realpath(path))
-            if (path == place or path.is_symlink()) and real.is_relative_to(run_dir.resolve()):
+            if (path == place or path.is_symlink()) and Path(os.path.realpath(path)).is_relative_to(run_dir.resolve()):
                 raise ValueError(f"overwrite=true cannot set {run_dir} aside: the run is to read {path}")
 
 
