@@ -3,6 +3,7 @@ a few settings and which no other setting may name."""
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -33,7 +34,7 @@ def place_of(value: object, what: str) -> Path:
 
     Raises:
         ValueError: no local path, one with `..` behind a missing folder, which would be another place once that folder
-            is made, or one through a link that leads nowhere.
+            is made, one through a link that leads nowhere, or a link that leads back to itself.
     """
     text = str(value)
     if not text.strip() or "\0" in text:
@@ -43,6 +44,9 @@ def place_of(value: object, what: str) -> Path:
     path = Path(text)
     if lost := [p for p in path.parents if not p.is_dir() and (p.is_symlink() or p / ".." in (path, *path.parents))]:
         raise ValueError(f"{what}: {lost[-1]} is no folder, expected a path without it")
+    # only a link that leads back to itself is left in a real path
+    if any(map(os.path.islink, (end := Path(os.path.realpath(path)), *end.parents))):
+        raise ValueError(f"{what} is a link that leads back to itself: expected another path")
     real = path.resolve() if path.name in ("", "..") else path.parent.resolve() / path.name
     inside = not path.is_absolute() and real.is_relative_to(Path.cwd())
     return real.relative_to(Path.cwd()) if inside else real
@@ -50,10 +54,10 @@ def place_of(value: object, what: str) -> Path:
 
 def refuse_inputs(run_dir: Path, places: Iterable[Path]) -> None:
     """Raise ValueError if a place that a run reads lies in its folder, which is to be set aside; links are followed,
-    those in a folder that is read too."""
+    those in a folder that is read too; one that leads back to itself leads to no file."""
     for place in places:
         for path in (place, *(place.iterdir() if place.is_dir() else ())):
-            if (path == place or path.is_symlink()) and path.resolve().is_relative_to(run_dir.resolve()):
+            if (path == place or path.is_symlink()) and Path(os.path.realpath(path)).is_relative_to(run_dir.resolve()):
                 raise ValueError(f"overwrite=true cannot set {run_dir} aside: the run is to read {path}")
 
 

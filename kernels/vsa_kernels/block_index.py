@@ -70,9 +70,15 @@ class Blocks:
 
     @classmethod
     def from_sizes(cls, sizes: Sequence[int], device: torch.device | str | None = None) -> Blocks:
-        """Blocks of the given sizes, in order."""
-        if not len(sizes) or not all(int(size) == size > 0 for size in sizes):
-            raise ValueError(f"expected at least one block and positive block sizes in whole tokens, got {list(sizes)}")
+        """Blocks of the given sizes, in order; ValueError for sizes that are no positive numbers of tokens."""
+        try:
+            whole = len(sizes) > 0 and all(int(size) == size > 0 for size in sizes)
+        # what is no sequence or no number, NaN and infinity
+        except (TypeError, ValueError, OverflowError):
+            whole = False
+        if not whole:
+            got = " ".join(str(sizes).split())
+            raise ValueError(f"expected at least one block and positive block sizes in whole tokens, got {got}")
         total = torch.tensor([0, *sizes], dtype=torch.int64).cumsum(0)
         return cls(offsets=total.to(torch.int32).to(device), max_size=max(sizes), min_size=min(sizes))
 

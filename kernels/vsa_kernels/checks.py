@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import numbers
 import types
 from collections.abc import Callable
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
@@ -18,7 +19,8 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 def typed(function: Function) -> Function:
     """Decorator of a public function that raises ValueError for an argument of another type than its annotation says.
 
-    An integer is a number, but 2.5 and True are no integers, and an array of another library is no tensor.
+    Numbers may be of another library, a float also a tensor of no dims; nothing is converted. An integer is a number,
+    but 2.5 and True are no integers, a truth value is no number, and an array of another library is no tensor.
     """
     # in the order of the arguments, all of which are annotated
     kinds = {name: tuple(_kinds(hint)) for name, hint in get_type_hints(function).items()}
@@ -28,7 +30,8 @@ def typed(function: Function) -> Function:
         for name, x in (*zip(kinds, args, strict=False), *named.items()):
             own = kinds.get(name, (object,))
             for part in x if isinstance(x, tuple | list) and type(x) in own else (x,):
-                if not isinstance(part, own) or (isinstance(part, bool) and bool not in own):
+                scalar = numbers.Real in own and isinstance(part, Tensor) and not part.ndim and part.dtype != torch.bool
+                if not (scalar or isinstance(part, own)) or (isinstance(part, bool) and bool not in own):
                     raise ValueError(f"{name} must be {function.__annotations__[name]}, got {type(part).__name__}")
         return function(*args, **named)
 
@@ -39,7 +42,8 @@ def _kinds(hint: Any) -> list[type]:
     """The types that an annotation allows, and those of the parts of its sequences."""
     if not get_args(hint):
         # the values of a literal are text
-        return {float: [float, int], int: [int, torch.SymInt]}.get(hint, [hint] if isinstance(hint, type) else [str])
+        scalars = {float: [numbers.Real, torch.SymFloat, torch.SymInt], int: [numbers.Integral, torch.SymInt]}
+        return scalars.get(hint, [hint] if isinstance(hint, type) else [str])
     parts = [kind for part in get_args(hint) for kind in _kinds(part)]
     return parts if get_origin(hint) is types.UnionType else [tuple, list, *parts]
 

@@ -248,7 +248,8 @@ def test_a_link_is_followed_neither_to_write_nor_to_remove(tmp_path):
     with pytest.raises(ValueError, match=rf"has a link out of it, {tmp_path}/real/photos -> {outside}"):
         check_folder(tmp_path / "real", overwrite=False)
     (tmp_path / "real" / "photos").unlink()
-    # but those of a tracker's logs to its cache
+    # but one back to itself, and those of a tracker's logs to its cache
+    (tmp_path / "real" / "loop").symlink_to("loop")
     (tmp_path / "real" / "wandb" / "run-1").mkdir(parents=True)
     (tmp_path / "real" / "wandb" / "run-1" / "debug-core.log").symlink_to(outside / "photo")
     check_folder(tmp_path / "real", overwrite=False)

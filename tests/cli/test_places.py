@@ -9,7 +9,7 @@ import pytest
 
 import vsa.cli.toy
 from vsa.cli import COMMANDS
-from vsa.places import place_of
+from vsa.places import place_of, refuse_inputs, run_folder_of
 
 # a place that does not exist by the rules of the system, and would be another one after `mkdir missing`
 LOST = "missing/../kept"
@@ -90,6 +90,8 @@ def test_a_place_is_what_the_system_makes_of_the_path(tmp_path, monkeypatch):
             lost = any(not os.path.isdir("/".join(path[:k])) for k in inside)
             above = ["/".join(path[:k]) for k in range(1, len(path))]
             lost |= any(os.path.islink(part) and not os.path.exists(part) for part in above)
+            # the last part may be missing, but no link that the system follows without end
+            lost |= os.path.islink(text) and os.path.islink(os.path.realpath(text))
             try:
                 place = place_of(text, text)
             except ValueError:
@@ -114,3 +116,22 @@ def test_what_is_no_path_of_this_machine_is_refused(text):
         return
     with pytest.raises(ValueError, match=r"^out is not a (folder: leave it out|path of this machine: expected)"):
         place_of(text, "out")
+
+
+def test_a_link_back_to_itself_is_named_and_no_input(tmp_path):
+    links = {"one": "two", "two": "one", "below": "one/x", "in/one": "one", "in/run": "../run/notes", "gone": "nowhere"}
+    for folder in ("in", "run"):
+        (tmp_path / folder).mkdir()
+    for name, target in links.items():
+        (tmp_path / name).symlink_to(target)
+    settings = {"name": "a", "run": "b", "output_dir": str(tmp_path)}
+    assert run_folder_of({**settings, "run_dir": f"{tmp_path}/gone"}) == tmp_path / "gone"
+    for key in ("run_dir", "output_dir"):
+        for name in ("one", "below"):
+            with pytest.raises(ValueError, match=rf"^{key}={tmp_path}/{name} is a link that leads back to itself: exp"):
+                run_folder_of({"run_dir": f"{tmp_path}/new", **settings, key: f"{tmp_path}/{name}"})
+    # the control: another link of the folder leads into the run
+    with pytest.raises(ValueError, match=r"the run is to read .*in/run$"):
+        refuse_inputs(tmp_path / "run", [tmp_path / "in"])
+    (tmp_path / "in" / "run").unlink()
+    refuse_inputs(tmp_path / "run", [tmp_path / "in"])

@@ -92,11 +92,11 @@ def test_links_of_captions_stay_in_the_folder(tmp_path: Path) -> None:
         link.symlink_to(secret / "x.txt")
         captions = read_captions(root, None, [root / "a.mp4"])
         assert not captions.of
-        assert captions.missing == {root / "a.mp4": f"{link} leads out of {root} to {secret / 'x.txt'}"}
+        assert captions.missing == {root / "a.mp4": f"{link} leads out of {root} to {secret / 'x.txt'}: copy it"}
         link.unlink()
     for name in ("captions.jsonl", "metadata.jsonl", "videos2caption.json"):
         (root / name).symlink_to(secret / "x.jsonl")
-        with pytest.raises(ValueError, match=rf"{name} leads out of .*v to .*x\.jsonl$"):
+        with pytest.raises(ValueError, match=rf"{name} leads out of .*v to .*x\.jsonl: name it with --captions$"):
             read_captions(root, None, [root / "a.mp4"])
         (root / name).unlink()
     # one that the user names may lie anywhere, and links inside are of the folder
@@ -115,6 +115,15 @@ def test_captions_beside_what_links_of_videos_lead_to(tmp_path: Path) -> None:
     (root / "a.txt").unlink()
     (root / "a.txt").symlink_to(films / "y.txt")
     assert "leads out of" in read_captions(root, None, [root / "a.mp4"]).missing[root / "a.mp4"]
+    # what links alone call a video and its text is neither
+    for video, text in {"passwd": "passwd", "x.mp4": "x.mp4", "key.png": "key.pem", "key": "key.txt"}.items():
+        for name, target in {"c.mp4": video, "c.txt": text}.items():
+            (films / target).touch()
+            (root / name).symlink_to(films / target)
+        refusal = f"{root / 'c.txt'} leads out of {root} to {films / text}: copy it"
+        assert read_captions(root, None, [root / "c.mp4"]).missing == {root / "c.mp4": refusal}
+        (root / "c.mp4").unlink()
+        (root / "c.txt").unlink()
     # the cache of the hub: links to files by their digests
     cache = folder_of(
         tmp_path / "datasets--me--films", {"blobs/1": "", "blobs/2": "of a", "snapshots/main/sub/x.mp4": ""}

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tests.disks import small_files
 from tests.integrations import tiny
+from vsa.checkpoints.adapter_config import configs_of, scale_of
 from vsa.checkpoints.convert import Conversion, convert
 from vsa.checkpoints.weight_source import open_weights
 from vsa.files import DiskFullError
@@ -201,6 +202,10 @@ ALTERED: dict[str, tuple[dict[str, Any], str]] = {
         {"alpha_pattern": {"to_(q": 2}},
         r"adapter_config.json has a pattern that does not parse: missing \)",
     ),
+    "a pattern without end": (
+        {"alpha_pattern": {"(([a-z0-9_.]|[a-z0-9_.])+)+!": 3}},
+        r"adapter_config.json has '\(\(\[a-z0-9_.\]\|\[a-z0-9_.\]\)\+\)\+!', a pattern too long or repeated to end",
+    ),
 }
 
 
@@ -219,6 +224,51 @@ def copy_of(lora: Path, folder: Path) -> Path:
 @pytest.mark.parametrize(("fields", "message"), ALTERED.values(), ids=ALTERED)
 def test_configs_that_are_not_understood_are_refused(fields, message, lora, base, tmp_path):
     refused(base, changed(copy_of(lora, tmp_path / "lora"), **fields), message)
+
+
+ENDLESS = [
+    "(([a-z0-9_.]|[a-z0-9_.])+)+!",
+    r"(?x:(\w+) +)!",
+    r"(?:(\w|\w\w){1,99})!",
+    ".?" * 60 + "!",
+    "(|)" * 60 + "!",
+    ".*" * 40 + "!",
+    "a" * 201,
+]
+USUAL = [
+    "to_q",
+    "^blocks.0.attn2.to_k",
+    r"^blocks\.\d+\..*to_(q|k)$",
+    "(a|b)",
+    r".*\.(0|1)\.attn[12]\.(to_q|to_k)",
+    "x" * 200,
+]
+
+
+@pytest.mark.parametrize("kind", ["rank_pattern", "alpha_pattern"])
+def test_patterns_that_may_take_without_end_are_refused(kind, tmp_path):
+    save_file(low_rank(), tmp_path / FILE)
+    for pattern in (*USUAL, *ENDLESS):
+        (tmp_path / "adapter_config.json").write_text(json.dumps({"r": 4, kind: {pattern: 4}}))
+        if pattern in ENDLESS:
+            with pytest.raises(
+                ValueError, match=r"adapter_config.json has '[^\n]*, a pattern too long or repeated to [^\n]+$"
+            ):
+                configs_of(tmp_path, FILE)
+        else:
+            ((place, fields),) = configs_of(tmp_path, FILE).items()
+            assert scale_of(Q, 4, place, fields) > 0
+
+
+def test_a_folder_with_the_config_of_one_file_has_no_other(lora, base, tmp_path):
+    folder = copy_of(lora, tmp_path / "lora")
+    save_file(low_rank(), folder / "other.safetensors")
+    refused(base, folder, r"has adapter_config.json for one file, and files .*adapter_model.*other.*: name one of them")
+    assert read_here(base, folder / FILE)
+    # without one they are the parts of one change
+    (folder / "adapter_config.json").unlink()
+    (folder / FILE).unlink()
+    assert read_here(base, folder)
 
 
 def test_a_config_belongs_to_its_file(lora, base, tmp_path):
@@ -333,6 +383,13 @@ def test_the_strength_in_metadata_and_tensors(metadata, extra, expected, base, t
             r"x.safetensors, lora_config has rank=4, alpha=4, which cannot",
         ),
         ({"lora_config": "{"}, {}, r"x.safetensors, lora_config does not parse"),
+        (
+            {"network_alphas": '{"to_q": 8}'},
+            {},
+            r"x.safetensors has network_alphas='.*' in its metadata, a strength that",
+        ),
+        ({"alpha": "8"}, {}, r"x.safetensors has alpha='8' in its metadata, a strength that is not read: write .a"),
+        ({"lora_alpha": "8"}, {}, r"x.safetensors has lora_alpha='8' in its metadata, a strength that is not read"),
         ({"lora_adapter_metadata": '{"text_encoder.r": 4}'}, {}, r"has text_encoder.r=4, which cannot be merged here"),
         ({}, {"alpha": torch.tensor(0.0)}, r"has transformer.*to_q.alpha=0.0, expected a number above 0"),
         ({}, {"alpha": torch.tensor(0)}, r"to_q.alpha=0, expected a number above 0"),

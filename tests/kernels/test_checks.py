@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import vsa_kernels
@@ -279,12 +280,30 @@ def test_values_of_other_types_are_refused_in_one_line():
         with pytest.raises(ValueError, match=f"^{name} must be a Tensor, got ndarray$"):
             BlockIndex(**{**index, name: x.numpy()})
     assert Blocks.from_sizes([2, 1]).num == 2
-    for sizes in ([2.5, 1], [0, 1], [-1, 2], []):
-        with pytest.raises(ValueError, match=r"^expected at least one block and positive block sizes in whole"):
-            Blocks.from_sizes(sizes)
+    for sizes in ([2.5, 1], [0, 1], [-1, 2], [], [math.inf], [math.nan], ["x"], [None], 4, torch.ones(2, 2)):
+        with pytest.raises(ValueError, match=r"^expected at least one block and positive block sizes in whole [^\n]+$"):
+            Blocks.from_sizes(sizes)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"^outs must be Sequence\[Tensor\], got ndarray$"):
         merge_attn([torch.zeros(1, 2, 3, 4).numpy()], [torch.zeros(1, 3, 2)])  # type: ignore[list-item]
     with pytest.raises(ValueError, match=r"^limit must be int, got float$"):
         set_workspace_limit(1.5)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"^scale must be finite, got nan$"):
         mean_scores(torch.zeros(1, 2, 1, 4), torch.zeros(1, 2, 1, 4), scale=math.nan)
+
+
+def test_numbers_of_other_libraries_are_numbers():
+    x, scores = torch.randn(1, 2, 1, 4), torch.randn(1, 1, 2, 2)
+    # the control: another scale is another result
+    assert not torch.equal(mean_scores(x, x, scale=0.25), mean_scores(x, x, scale=0.5))
+    halves: list[Any] = [np.float32(0.5), np.float64(0.5), torch.tensor(0.5), torch.tensor(0.5, dtype=torch.float64)]
+    ones: list[Any] = [np.int64(1), np.int32(1)]
+    for scale in halves:
+        assert torch.equal(mean_scores(x, x, scale=scale), mean_scores(x, x, scale=0.5))
+    for topk in ones:
+        assert torch.equal(select_topk(scores, topk).kv_indices, select_topk(scores, 1).kv_indices)
+    for scale in (np.bool_(True), torch.tensor(True), torch.tensor([0.5]), np.array(0.5), 0.5j):
+        with pytest.raises(ValueError, match=rf"^scale must be float \| None, got {type(scale).__name__}$"):
+            mean_scores(x, x, scale=scale)  # type: ignore[arg-type]
+    for topk in (np.bool_(True), np.float32(1)):
+        with pytest.raises(ValueError, match=rf"^topk must be int \| Tensor, got {type(topk).__name__}$"):
+            select_topk(scores, topk)  # type: ignore[arg-type]

@@ -120,6 +120,18 @@ def test_files_that_no_push_wrote_are_changed_on_demand_only(theirs, line, pushe
     assert texts(hub) == {**MODEL, "config.json": '{"other": 1}', "LICENSE": "mine"}
 
 
+def test_names_that_differ_in_case_alone_are_in_the_way(hub, push):
+    theirs = {"readme.md": b"mine", "CARD": b"mine", "Run.JSON/x": b"mine", "reader.md": b"mine"}
+    hub.repositories["me/m"] = Repository()
+    hub.repositories["me/m"].commits.append(theirs)
+    with pytest.raises(ValueError, match=r"nothing was published: no push wrote .*--replace"):
+        push({**MODEL, "run.json": "{}"})
+    assert {*push.lines[1:]} == {"deletes readme.md", "deletes CARD", "deletes Run.JSON/x"}
+    assert hub.files("me/m") == theirs
+    push({**MODEL, "run.json": "{}"}, replace=True)
+    assert texts(hub) == {**MODEL, "run.json": "{}", "reader.md": "mine"}
+
+
 def test_a_record_names_only_what_is_there(hub, push):
     push()
     record = json.loads(hub.files("me/m")[RECORD])

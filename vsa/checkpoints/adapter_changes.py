@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from vsa.checkpoints.adapter_config import configs_of, scale_of
+from vsa.checkpoints.adapter_config import CONFIG, configs_of, scale_of
 from vsa.checkpoints.held_files import PREFIXES, nearest, other_format
 from vsa.checkpoints.original_names import Rows, Shapes, original_rows, own_name
 from vsa.checkpoints.wan_names import is_gate
@@ -51,13 +51,15 @@ def open_adapters(place: Path) -> TensorFiles:
     """A file of adapters, or all of a folder, such as those of `write_adapters` and of peft.
 
     Raises:
-        ValueError: there is none, or it is damaged or of another format.
+        ValueError: there is none, it is damaged or of another format, or several lie beside the config of one.
     """
     if place.is_file() and place.suffix != ".safetensors":
         raise ValueError(other_format(place))
     names = sorted(file.name for file in place.glob("*.safetensors")) if place.is_dir() else [place.name]
     if not names:
         raise ValueError(f"{place} holds no .safetensors file of adapters")
+    if len(names) > 1 and (place / CONFIG).is_file():
+        raise ValueError(f"{place} has {CONFIG} for one file, and files of adapters {some(names)}: name one of them")
     return TensorFiles(place if place.is_dir() else place.parent, names)
 
 

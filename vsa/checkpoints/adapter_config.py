@@ -36,6 +36,9 @@ _KNOWN = re.compile(
 )
 # values of `init_lora_weights` that leave the base as it is; the others subtract the first adapters from it
 _INITIAL = ("true", "false", "gaussian", "eva", "orthogonal", "mica")
+# patterns whose time may double with every letter of a module's name: above 200 characters, with a repeated
+# group, one that is neither plain nor looks ahead, or more than five groups and repetitions
+_SLOW = re.compile(r"[\s\S]{201}|\)[*+{]|\(\?[^:=!]|(?:[^(*+?{]*[(*+?{]){6}")
 
 
 def configs_of(folder: Path, name: str) -> dict[str, Mapping[str, Any]]:
@@ -46,6 +49,9 @@ def configs_of(folder: Path, name: str) -> dict[str, Mapping[str, Any]]:
     """
     file, path = folder / name, folder / CONFIG
     metadata = open_tensors(file).metadata() or {}
+    # notes that have no common meaning
+    if notes := [f"{k}={shown(metadata[k])}" for k in ("network_alphas", "alpha", "lora_alpha") if k in metadata]:
+        raise ValueError(f"{file} has {notes[0]} in its metadata, a strength that is not read: write .alpha tensors")
     configs = {f"{file}, {key}": parse_json(metadata[key], f"{file}, {key}") for key in _METADATA if key in metadata}
     # in a folder with several files it belongs to the one that peft names
     if path.is_file() and (name == WEIGHTS or not (folder / WEIGHTS).exists()):
@@ -57,6 +63,8 @@ def _checked(name: str, fields: Mapping[str, Any]) -> Mapping[str, Any]:
     # diffusers writes the part of the pipeline before the fields
     fields = {key.removeprefix("transformer."): value for key, value in fields.items() if value is not None}
     check_kind(fields, _KINDS, name)
+    if slow := [*filter(_SLOW.search, (*fields.get("rank_pattern", ()), *fields.get("alpha_pattern", ())))]:
+        raise ValueError(f"{name} has {shown(slow[0])}, a pattern too long or repeated to end: let peft merge it")
     initial = fields.get("init_lora_weights", True)
     if str(initial).lower() not in _INITIAL:
         hint = "save them for the original one, with path_initial_model_for_weight_conversion"

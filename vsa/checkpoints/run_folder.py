@@ -142,7 +142,7 @@ def check_folder(folder: Path, *, overwrite: bool) -> None:
         for link in folder.rglob("*"):
             # wandb links its logs to its cache, in a folder of every start
             own = "wandb" in link.relative_to(folder).parts[:-1]
-            if link.is_symlink() and not own and not link.resolve().is_relative_to(folder.resolve()):
+            if link.is_symlink() and not own and not Path(os.path.realpath(link)).is_relative_to(folder.resolve()):
                 raise ValueError(f"run folder {folder} has a link out of it, {link} -> {os.readlink(link)}: remove it")
         return
     if Path.cwd().is_relative_to(folder.resolve()):

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from vsa.data.prompts import lines_of, tidy
+from vsa.data.video_files import IMAGE_SUFFIXES, VIDEO_SUFFIXES
 from vsa.files import CSV_LIMIT, LIMIT, parse_json, read_text
 
 # captions a line, beside a list of names
@@ -331,6 +332,7 @@ def _read(path: Path, videos: Path | None, video: Path | None = None) -> str:
 
     Nobody has named it, so a link may not lead to other files of the system: only into the folder of videos, its own
     folder, the store of the hub's cache for that folder, or to the file beside what the link of its video leads to.
+    Those two have to be a video and its text by their own names, since a link may call any file so.
 
     Args:
         path: the file.
@@ -341,8 +343,11 @@ def _read(path: Path, videos: Path | None, video: Path | None = None) -> str:
     if videos:
         blobs = [at.parents[1] / "blobs" for at in (videos.resolve() / "a").parents if at.parent.name == "snapshots"]
         places = [videos, path.parent, *blobs]
-        places += [film.parent for film in ([video.resolve()] if video else []) if film.stem == real.stem]
-        inside = next((place for place in places if real.is_relative_to(place.resolve())), videos)
+        if video and (film := video.resolve()).stem == real.stem and real.suffix.lower() in SIDECARS:
+            places += [film.parent] * (film.suffix.lower() in VIDEO_SUFFIXES + IMAGE_SUFFIXES)
+        if (inside := next((place for place in places if real.is_relative_to(place.resolve())), None)) is None:
+            advice = "copy it" if video or path.name in LISTINGS else "name it with --captions"
+            raise ValueError(f"{path} leads out of {videos} to {real}: {advice}")
     try:
         return read_text(path, limit=LIMIT if video else CSV_LIMIT, inside=inside)
     except OSError as error:

@@ -77,11 +77,12 @@ def changes(new: Files, there: Files, recorded: Files, *, replace: bool, tell: C
         return not {*there[name]}.isdisjoint(files.get(name, ()))
 
     def above(name: str) -> set[str]:
-        return {str(folder) for folder in PurePosixPath(name).parents}
+        return {str(folder) for folder in PurePosixPath(name.casefold()).parents}
 
-    # also a file where a folder has to be, and the reverse
-    names = set(new).union(*map(above, new))
-    in_way = [n for n in there if n in names or above(n) & set(new) or known(n, recorded) or _READ.fullmatch(n)]
+    # also a file where a folder has to be, and the reverse; some systems have one file for both cases of a name
+    own = {name.casefold() for name in new}
+    names = own.union(*map(above, new))
+    in_way = [n for n in there if n.casefold() in names or above(n) & own or known(n, recorded) or _READ.fullmatch(n)]
     changed = [name for name in in_way if not known(name, new)]
     others = [name for name in changed if not known(name, recorded)]
     for line in first_of([f"{'replaces' if name in new else 'deletes'} {name}" for name in changed]):
