@@ -167,7 +167,8 @@ def test_every_subset_of_the_inputs_asks_for_gradients(name, backend, request):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dim", [64, 128])
-@pytest.mark.parametrize("name", OPERATORS)
+# linear_gelu multiplies by torch's own product, in the dtype of its weights
+@pytest.mark.parametrize("name", [name for name in OPERATORS if name != "linear_gelu"])
 def test_every_subset_of_the_inputs_asks_for_gradients_of_the_kernels_for_hopper(name, dim):
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
