@@ -250,7 +250,7 @@ def test_clips_stand_beside_real_ones_of_the_same_caption(tmp_path: Path):
         "a blue square": [True, False, False],
         "a green cross": [False, False, True],
     }
-    assert "PSNR 30.0 dB" in text
+    assert re.search(r"PSNR of these \d clips 30\.0 dB", text)
     none = write_run_page(read_run(run), out=tmp_path / "none", clips_mb=0).read_text(encoding="utf-8")
     assert "data:image/gif;base64" not in none
 

@@ -104,7 +104,7 @@ class MetricsCSV(Logger):
                 self._rewrite()
             elif self._written < len(self._rows):
                 self._append(self._rows[self._written :])
-            if flush:
+            if flush and self._rows:
                 flush_to_disk(self.path)
         except OSError as error:
             if not self._told:

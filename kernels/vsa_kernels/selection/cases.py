@@ -50,7 +50,7 @@ def subblock_scores(case: Case) -> Iterator[Call]:
     equal = {name: Blocks.from_sizes([4] * num, device) for name, num in (("q_groups", 5), ("kv_groups", 4))}
     means = tuple(x[:, : 4 * n].contiguous() for x, n in zip(means, (5, 4), strict=True))
     yield Call(api.subblock_scores, means, {**equal, "half": True})
-    yield Call(api.subblock_scores, means, {**equal, "weights": torch.ones_like(means[1][0, :, 0, 0])})
+    yield Call(api.subblock_scores, means, {**equal, "half": True, "weights": torch.ones_like(means[1][0, :, 0, 0])})
 
 
 def _scores(case: Case) -> tuple[Tensor, Tensor, Tensor]:
