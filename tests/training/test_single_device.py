@@ -325,11 +325,16 @@ def test_runs_are_those_of_one_rank(training, teacher_dir):
     assert training.losses("fp32")[2] not in losses.values()
 
 
-def test_frozen_weights_rounded_once_give_the_same_run(training, teacher_dir):
+def test_frozen_weights_rounded_once_give_the_same_run(training, teacher_dir, caplog):
     settings = settings_of(teacher_dir)["finetune"]
     rounded = "task.parallel.frozen=rounded"
+    caplog.set_level("INFO")
     training(*settings, "run=fp32")
     training(*settings, rounded, "run=rounded")
+    nothing = "note: task.parallel.frozen=rounded changes nothing, as this run trains every weight"
+    assert nothing not in caplog.text
+    training(*settings_of(teacher_dir)["pretrain"], rounded, "run=nothing_frozen")
+    assert nothing in caplog.text
     assert training.losses("rounded") == training.losses("fp32")
     a, b = (
         {name.removeprefix("model/"): x for name, x in training.tensors(run).items() if name.startswith("model/")}

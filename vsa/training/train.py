@@ -244,6 +244,8 @@ def _train(
 
     module = _task(cfg, datamodule, resume, typed)
     _tell_export(cfg)
+    if module.parallel.frozen == "rounded" and not any(network.frozen for network in module.planned_networks()):
+        rank_zero_info("note: task.parallel.frozen=rounded changes nothing, as this run trains every weight")
     loggers = _built(cfg, "logger")
     callbacks = [start_times, *_callbacks(cfg, folder, loggers)]
     module.status.deadline = deadline_of(cfg.trainer.get("max_time"), os.environ)

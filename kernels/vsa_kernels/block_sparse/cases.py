@@ -35,4 +35,4 @@ def block_sparse_attn(case: Case) -> Iterator[Call]:
 def _attend(q: Tensor, k: Tensor, v: Tensor, index: BlockIndex, **options: Any) -> tuple[Tensor, Tensor]:
     out, lse = api.block_sparse_attn(q, k, v, index, **options)
     # finite in rows without blocks too
-    return out, lse.exp()
+    return out, lse.masked_fill(lse.isinf(), 0)

@@ -33,6 +33,10 @@ _GATHER, _REDUCE = 14, 14
 _KEYS = 128
 """Number of keys in a tile of dense attention kernels."""
 
+_LAUNCHES = 0.013
+"""Seconds that the host takes to launch the forward and backward of a compiled block: a step of 6 blocks takes 78 to 83
+ms with sparse attention, of which the GPU works 38 (docs/race.md, step times). Hosts differ by a factor of two."""
+
 Parts = Mapping[str, float]
 
 
@@ -163,15 +167,18 @@ def step_seconds(job: Job, gpu: Gpu) -> Parts:
             "gradient norms",
             "optimizer",
             "averaged weights",
+            "waiting for the host",
         ),
         0.0,
     )
+    host = 0.0
     for network in job.networks:
         blocks, layers = job.blocks(network), len(network.model.blocks)
         head = head_traffic(next(iter(blocks)))
         linear, again = job.linear(network), job.linear(network, job.level)
         for kind, times in network.passes.items():
             training = kind == TRAINING
+            host += job.micro_batches * times * layers * _LAUNCHES * (1 if training else 1 / 3)
             twice = training and job.level == "full"
             fraction = again / linear if training else 0.0
             parts["linear layers"] += samples * times * linear * (3 if training else 1) / gpu.matrix_flops
@@ -211,6 +218,8 @@ def step_seconds(job: Job, gpu: Gpu) -> Parts:
         parts["communication, exposed"] = _exposed(job, gpu, sum(parts.values()))
         if job.dims.sequence > 1:
             parts["tokens between ranks"] = _travel(job) / gpu.link_bytes
+    # the GPU works while the host launches
+    parts["waiting for the host"] = max(0.0, host - sum(parts.values()))
     return parts
 
 
