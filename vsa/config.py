@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -200,12 +201,17 @@ def stored_data(config: Mapping[str, Any]) -> Any:
     """The data module of a stored run, whose config may come from others.
 
     Raises:
-        ValueError: a class that a config may not name, or a server.
+        ValueError: a class that a config may not name, or a server that VSA_TRUST does not.
     """
     check_targets(config)
+    trusted = tuple(f"{server.rstrip('/')}/" for server in os.environ.get("VSA_TRUST", "").split())
     for key, value in leaves(config["data"], ("data",)):
-        if SERVER.search(str(value)):
-            raise ValueError(f"{'.'.join(key)}={value}: a stored config may not name a server: leave its data out")
+        # one address, whose folders may have braces
+        if SERVER.search(str(value)) and not (str(value).startswith(trusted) and str(value).count("://") == 1):
+            raise ValueError(
+                f"{'.'.join(key)}={value}: a stored config may not name a server: leave its data out, or set "
+                "VSA_TRUST=https://SERVER/FOLDER in front of the command if you trust it"
+            )
     return build(config["data"])
 
 

@@ -231,7 +231,7 @@ def test_stored_settings_read_no_environment(tmp_path, monkeypatch, key):
     assert load_run(write_run(tmp_path / "control"), device="cpu").text_encoder.dim == 64
 
 
-def test_a_stored_run_names_no_server(tmp_path):
+def test_a_stored_run_names_no_server_but_one_that_is_typed(tmp_path, monkeypatch):
     with serve(tmp_path) as server:
         urls = f"{server.url}/latents-C16x2x2x4-00000.tar"
         data = {"_target_": "vsa.data.stream_datamodule.StreamDataModule", "batch_size": 1, **make_config()["data"]}
@@ -245,7 +245,17 @@ def test_a_stored_run_names_no_server(tmp_path):
             # control: a folder is looked for
             with pytest.raises(ValueError, match=r"index\.json"):
                 use({"data": {**data, "urls": f"{tmp_path}/latents-C16x2x2x4-00000.tar"}})
+        folder, author = f"{server.url}/mine", "https://author.example/x.tar"
+        monkeypatch.setenv("VSA_TRUST", f"s3://bucket {folder}")
+        refused = pytest.raises(ValueError, match="a stored config may not name a server")
+        for other in (f"{folder}s/x.tar", f"{server.url}/x.tar", author, f"{folder}/x.tar::{author}"):
+            with refused:
+                held_out_prompts({"data": {**data, "urls": other}}, 1)
         assert not server.asked
+        # the typed one is asked, and has no shards
+        with pytest.raises(ValueError, match=r"index\.json"):
+            held_out_prompts({"data": {**data, "urls": [f"{folder}/x-{{00000..00001}}.tar"]}}, 1)
+        assert server.asked
 
 
 @pytest.mark.parametrize(
