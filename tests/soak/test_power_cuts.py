@@ -29,12 +29,12 @@ CUT = 77
 
 
 @pytest.fixture(scope="module")
-def straight(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
-    """Tensors of a run that nothing interrupts."""
+def straight(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[dict[str, Any], dict[int, str]]]:
+    """Tensors and losses of a run that nothing interrupts."""
     with pytest.MonkeyPatch.context() as patch:
         training = TinyTraining(tmp_path_factory.mktemp("straight") / "outputs", patch)
         training(*SETTINGS)
-        yield training.tensors()
+        yield training.tensors(), training.losses()
 
 
 def until_the_cut(runs: TinyTraining, number: int, seed: float, words: Sequence[str], rank: int) -> None:
@@ -110,9 +110,11 @@ def test_a_run_goes_on_from_what_was_flushed(attempt, straight, tmp_path, monkey
     first = tmp_path / "first"
     in_fork(lambda: runs(*SETTINGS, "ckpt_path=last", callbacks=(FirstStep(first),)), tmp_path / "printed")
     assert int(first.read_text()) == complete, lost
-    ours = runs.tensors()
-    assert ours.keys() == straight.keys()
-    assert [name for name, value in straight.items() if not torch.equal(ours[name], value)] == []
+    ours, (tensors, losses) = runs.tensors(), straight
+    assert ours.keys() == tensors.keys()
+    assert [name for name, value in tensors.items() if not torch.equal(ours[name], value)] == []
+    # rows were flushed with the checkpoint, and those of later steps come anew
+    assert runs.losses() == losses, lost
     assert complete_step(runs.folder() / "checkpoints") == STEPS
 
 

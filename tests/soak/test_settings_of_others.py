@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import random
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from tests.tiny_runs import TINY_OVERRIDES, TinyTraining, command_line, one_thre
 from vsa import trust
 from vsa.config import target_class
 from vsa.settings import arguments_of
+from vsa.sweeps import sweep_run
+from vsa.sweeps.job_queue import Job
 
 SECRET = "c4n4ry-0f-a-k3y"
 L = "lightning.pytorch"
@@ -56,6 +59,15 @@ def values(server: str) -> dict[str, Any]:
 
 
 KINDS = tuple(values("http://127.0.0.1:9"))
+EXPERIMENT = ("experiment", ["train.py"], ["dry_run=true"])
+"""Group of a file, and the first and last words of a command with it."""
+
+
+def finish(jobs: Sequence[Job], *_: Any, changed: Callable[[Job], None], **__: Any) -> None:
+    """Runs of a sweep, none of which is started."""
+    for job in jobs:
+        job.status = "finished"
+        changed(job)
 
 
 @pytest.fixture(scope="module")
@@ -99,29 +111,40 @@ def nested(key: str, value: Any) -> Any:
     return value
 
 
+def word(value: Any) -> str:
+    """A value as a word of Hydra has it."""
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{name}:{word(inner)}" for name, inner in value.items()) + "}"
+    return f"[{','.join(map(word, value))}]" if isinstance(value, list) else json.dumps(value)
+
+
 def written(folder: Path, group: str, key: str, settings: Mapping[str, Any]) -> list[str]:
-    """Words that choose a file with these settings of an object."""
+    """Words that choose a file with these settings of an object: an experiment's, or those of a point of a sweep."""
     (folder / group).mkdir(exist_ok=True)
-    target = {"_target_": MORE[key]} if key in MORE else {}
-    text = yaml.safe_dump(nested(key, {**target, **settings}))
-    (folder / group / "shared.yaml").write_text(f"# @package _global_\n{text}")
-    return [f"--config-dir={folder}", f"{group}=shared"]
+    settings = {"_target_": MORE[key], **settings} if key in MORE else settings
+    text = f"# @package _global_\n{yaml.safe_dump(nested(key, settings))}"
+    if group == "sweep":
+        words = [f"++{key}.{name}={word(value)}" for name, value in settings.items()]
+        text = yaml.safe_dump({"variants": {"shared": words}})
+    (folder / group / "shared.yaml").write_text(text)
+    return [f"--config-dir={folder}", *(["experiment=shared"] if group == "experiment" else [])]
 
 
-@pytest.mark.soak("experiment files and checkpoints of others", attempts=200, short=2)
+@pytest.mark.soak("experiment files, sweep files and checkpoints of others", attempts=240, short=3)
 def test_settings_of_others(attempt, runs, command_line, tmp_path, monkeypatch):  # noqa: F811
     draw, known = random.Random(attempt), arguments(runs)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path / "path"))
     monkeypatch.delitem(sys.modules, PACKAGE, raising=False)
     monkeypatch.setenv("MY_API_KEY", SECRET)
+    monkeypatch.setattr(sweep_run, "run_jobs", finish)
     proof, typed = arm(tmp_path), {word.partition("=")[0] for word in TINY_OVERRIDES}
     kind = draw.choice(KINDS)
     key, name, _ = draw.choice([each for each in known if f"{each[0]}.{each[1]}" not in typed])
     with serve(tmp_path / "conf") as server:
 
         def start(number: int, which: str, settings: dict[str, Any]) -> tuple[int, str]:
-            if attempt % 2:
+            if attempt % 3 == 1:
                 config = OmegaConf.create(runs.last("precious").state["config"])
                 OmegaConf.update(config, which, settings, force_add=True)
                 stored = OmegaConf.to_container(config, resolve=False)
@@ -129,8 +152,10 @@ def test_settings_of_others(attempt, runs, command_line, tmp_path, monkeypatch):
                 with_config(runs, tmp_path / f"run-{number}" / "checkpoints", {str(k): v for k, v in stored.items()})
                 words = ["sample", f"run-{number}", "--prompt", "x", "--steps", "1", "--out", f"clips-{number}"]
             else:
-                own = [*TINY_OVERRIDES, f"output_dir={tmp_path}/out", "dry_run=true"]
-                words = ["train.py", *written(tmp_path / "conf", "experiment", which, settings), *own]
+                # a sweep checks its points and then starts runs
+                group, first, last = ("sweep", ["sweep", "shared"], []) if attempt % 3 else EXPERIMENT
+                own = [*TINY_OVERRIDES, f"output_dir={tmp_path}/out", *last]
+                words = [*first, *written(tmp_path / "conf", group, which, settings), *own]
             status, out, err = command_line(*words)
             return status, out + err
 
@@ -138,7 +163,7 @@ def test_settings_of_others(attempt, runs, command_line, tmp_path, monkeypatch):
         status, text = start(0, key, {name: values(server.url)[kind]})
         told = f"{key}.{name}, {kind}: {status} {text[-1500:]}"
         # a checkpoint's settings that the command does not build are data
-        assert status == 1 or (attempt % 2 and status == 0), told
+        assert status == 1 or (attempt % 3 == 1 and status == 0), told
         assert text.count("error: ") == status, told
         assert "Traceback" not in text, told
         assert SECRET not in text, told
