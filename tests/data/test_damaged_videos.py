@@ -87,6 +87,9 @@ def wrong_pictures(whole: Path, count: int) -> tuple[int, int, int]:
         except ValueError:
             refused += 1
         else:
+            if video.shape[1:] != expected.shape[1:]:
+                wrong += len(video)
+                continue
             error = (video - expected[: len(video)]).square().mean((1, 2, 3))
             wrong += int((error > 255**2 / 10 ** (WRONG_DB / 10)).sum())
     return files, refused, wrong
@@ -105,8 +108,8 @@ def test_no_picture_that_is_found_damaged_becomes_data(name: str, tmp_path: Path
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "most"),
-    # wrong pictures in 120 files; HEVC and VP9 have nothing by which a decoder could tell
-    [("h264.mp4", 150), ("mpeg4.mp4", 0), ("mjpeg.mov", 40), ("h264.ts", 300), ("mpeg2.mpg", 250), ("hevc.mp4", 1100)],
+    # wrong pictures in 120 files; of arithmetic codes a flipped bit may give another picture that is as valid
+    [("h264.mp4", 200), ("mpeg4.mp4", 0), ("mjpeg.mov", 10), ("h264.ts", 700), ("mpeg2.mpg", 10), ("hevc.mp4", 100)],
 )
 def test_wrong_pictures_that_pass_are_few(name: str, most: int, tmp_path: Path) -> None:
     files, refused, wrong = wrong_pictures(write_moving(tmp_path / name, name), 40)

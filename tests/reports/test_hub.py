@@ -251,14 +251,18 @@ def test_another_push_in_between_is_not_undone(hub, push, monkeypatch):
 )
 @pytest.mark.slow
 def test_a_hub_without_an_answer_is_left_in_time(part, outcome, hub, push, monkeypatch, capsys):
-    monkeypatch.setattr("vsa.reports.hub.PATIENCE", 0.3)
+    # on a busy machine the other requests take a part of it
+    monkeypatch.setattr("vsa.reports.hub.PATIENCE", 3.0)
     monkeypatch.setattr("vsa.reports.hub.SLOWEST", 1e9)
     hub.faults[part] = Fault(-1)
     with pytest.raises(SystemExit), one_line_errors():
         push()
-    err = capsys.readouterr().err
-    assert err.startswith(f"error: {outcome}the hub took too long")
-    assert err.count("\n") == 1
+    # behind the progress of an upload
+    before, *lines = capsys.readouterr().err.split("error: ")
+    assert len(lines) == 1
+    assert "Traceback" not in before
+    assert lines[0].startswith(f"{outcome}the hub took too long")
+    assert lines[0].count("\n") == 1
 
 
 @pytest.mark.parametrize(("part", "outcome"), [("/tree/", NOTHING), ("/commit/", UNKNOWN)])

@@ -145,15 +145,23 @@ def _decoded(container: InputContainer, stream: VideoStream) -> Iterator[tuple[a
     # with it a decoder returns the errors that it would only write to a log
     decoder.options = {"err_detect": "explode"}
     waiting, begun, damaged, lost = list[tuple[av.VideoFrame, bool]](), False, False, False
+    # keyframes since the last damage of a packet, which decoders return some packets later
+    keys = set[int | None]()
     for packet in container.demux(stream):
+        keys |= {packet.pts} if packet.is_keyframe else set()
         try:
-            frames, damaged = decoder.decode(packet), damaged or packet.is_corrupt
+            frames, harmed = decoder.decode(packet), packet.is_corrupt
         except InvalidDataError:
-            frames, damaged, lost = [], True, begun
+            # packets before the first keyframe cannot be decoded
+            frames, harmed, lost = [], True, begun or packet.is_keyframe
+        begun = begun or packet.is_keyframe
+        if harmed:
+            damaged = True
+            keys.clear()
         for frame in frames:
-            damaged = frame.is_corrupt or (damaged and not frame.key_frame)
+            damaged = frame.is_corrupt or (damaged and not (frame.key_frame and frame.pts in keys))
             waiting.append((frame, damaged or lost))
-            begun, lost = True, False
+            lost = False
             # frames of type B, 16 at most, are shown before the later frame that they are made of
             if frame.pict_type != PictureType.B or len(waiting) > 16:
                 yield from ((each, was or frame.is_corrupt) for each, was in waiting)
