@@ -61,7 +61,7 @@ natten: $(STAMP)
 
 # the longer forms too
 test-all: lint natten
-	$(PYTEST)
+	GATES=all $(PYTEST)
 	$(INTERPRETED)
 
 # what users install: the wheel alone, three training steps outside the checkout, at the oldest versions it admits

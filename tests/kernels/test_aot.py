@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -18,8 +19,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 ARCHS = (80, 90, 100)
-# with the parts that each is divided into, of a minute or two
-PLANS = {"tuned": 3, "dims": 6, "fp16": 2, "fp32": 2, "shapes": 2}
+# with the parts that each is divided into, of a minute or less; GATES=all compiles all of them, which takes an hour
+PLANS = {"tuned": 6, "dims": 24, "fp16": 4, "fp32": 6, "shapes": 4}
 SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
 THREAD_REGISTERS, BLOCK_REGISTERS = 255, 1 << 16
 # bytes that a kernel may spill on an architecture because what spills less is worse
@@ -35,6 +36,8 @@ ACCEPTED_SPILLS = {
     # ragged query blocks of several steps; half as many tokens spill as much, twice the warps or 144 registers spill
     # nothing and halve the loads in flight
     ("_combine_backward_kernel", 100): 32,
+    # rows of 5,120 numbers with a gate, its sum and places; all other forms spill nothing
+    ("_residual_norm_grad_kernel", 100): 48,
 }
 # with fine masks, at D=64 and 128 on sm_90: in the loop over masked entries; D=128: the other keeps its registers
 ACCEPTED_SPILLS_FINE = {"_fwd_kernel": 48, "_dq_kernel": 32, "_dkv_kernel": 160}
@@ -77,8 +80,9 @@ def spill_bound(record: dict[str, Any]) -> int:
         return 1024
     is_tuned = record["arch"] == 90 and constants.get("D") in (64, 128)
     if constants.get("ISOLATED"):
-        # for what is not finite, with the tiles of the other variant, so that finite rows have the same bits
-        return 128
+        # does the work only where something is not finite, with the tiles of the other variant, so that finite rows have
+        # the same bits; on sm_80 ragged tiles of 128 at D=128 do not fit
+        return 4096 if record["arch"] == 80 else 128
     if constants.get("FINE"):
         accepted_bytes = max(accepted_bytes, ACCEPTED_SPILLS_FINE[record["kernel"]])
     if constants.get("FINE") and record["arch"] == 90 and constants["D"] > 128:
@@ -127,9 +131,18 @@ def test_every_kernel_passes_the_gates(arch):
         assert "_hopper_fwd_kernel" not in {r["kernel"] for r in records}
 
 
+def parts() -> list[tuple[int, str, tuple[int, int]]]:
+    """One part of each plan and chip, another one whenever a file of the kernels changes; or all."""
+    sources = b"".join(path.read_bytes() for path in sorted((ROOT / "kernels").rglob("*.py")))
+    every = [(arch, plan, number) for arch in ARCHS for plan, number in PLANS.items()]
+    if os.environ.get("GATES") == "all":
+        return [(arch, plan, (i, number)) for arch, plan, number in every for i in range(number)]
+    drawn = random.Random(sources)
+    return [(arch, plan, (drawn.randrange(number), number)) for arch, plan, number in every]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("plan", "part"), [(plan, (i, parts)) for plan, parts in PLANS.items() for i in range(parts)])
-@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize(("arch", "plan", "part"), parts())
 def test_every_head_dim_dtype_and_block_shape_passes_the_gates(arch, plan, part):
     records, _ = compiled(arch, plan, part=part)
     assert records

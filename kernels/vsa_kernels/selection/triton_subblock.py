@@ -142,8 +142,8 @@ def scores(
     # larger tiles of fp32 means would not fit into registers and shared memory
     rows, dtype = (128, torch.bfloat16) if half else (max(32, group_q, group_kv), torch.float32)
     even = kv_groups.min_size == group_kv
-    if half and not even and capability(bias.device) >= (10, 0):
-        # masked loads in tiles of 128 leave sm_100 too few registers, and too little shared memory at D=256
+    if half and not even and capability(bias.device)[0] != 9:
+        # masked loads in tiles of 128 leave sm_80 and sm_100 too few registers, and sm_100 too little memory at D=256
         rows = max(64, group_q, group_kv)
     q_mean, k_mean = (x.to(dtype).contiguous() for x in (q_mean, k_mean))
     B, subs_q, H, D = q_mean.shape
