@@ -80,8 +80,8 @@ def spill_bound(record: dict[str, Any]) -> int:
         return 1024
     is_tuned = record["arch"] == 90 and constants.get("D") in (64, 128)
     if constants.get("ISOLATED"):
-        # does the work only where something is not finite, with the tiles of the other variant, so that finite rows have
-        # the same bits; on sm_80 ragged tiles of 128 at D=128 do not fit
+        # works only where something is not finite, with the tiles of the other variant, so that finite rows have the
+        # same bits; on sm_80 ragged tiles of 128 at D=128 do not fit
         return 4096 if record["arch"] == 80 else 128
     if constants.get("FINE"):
         accepted_bytes = max(accepted_bytes, ACCEPTED_SPILLS_FINE[record["kernel"]])
