@@ -62,7 +62,9 @@ def test_two_tasks_train(tmp_path: Path, nodes: int, extra: tuple[str, ...]):
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
     port = unclaimed_port()
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    # of a launcher in this process, from which Lightning would take the rank
+    environment = {name: value for name, value in os.environ.items() if not name.endswith(("RANK", "WORLD_SIZE"))}
+    environment |= {"OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     environment |= {"PATH": f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}"}
     environment |= {"SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": str(2 // nodes), "SLURM_NNODES": str(nodes)}
     environment |= {"SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "wan-sparse", "SLURM_JOB_NODELIST": "localhost"}

@@ -5,6 +5,7 @@ N parameters; a rank holds N / shards of them.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -156,22 +157,7 @@ def step_seconds(job: Job, gpu: Gpu) -> Parts:
     assert gpu.sharding_bytes
     assert gpu.optimizer_parameters
     samples = job.batch * job.micro_batches
-    parts: dict[str, float] = dict.fromkeys(
-        (
-            "linear layers",
-            "attention",
-            "attention to text",
-            "elementwise and norms",
-            "copies of parameters",
-            "communication, exposed",
-            "gradient norms",
-            "optimizer",
-            "averaged weights",
-            "waiting for the host",
-        ),
-        0.0,
-    )
-    host = 0.0
+    parts, host = defaultdict[str, float](float), 0.0
     for network in job.networks:
         blocks, layers = job.blocks(network), len(network.model.blocks)
         head = head_traffic(next(iter(blocks)))
