@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 KERNELS = Path(__file__).parents[2] / "kernels"
 
 WITHOUT = """
@@ -51,6 +53,7 @@ def run(code: str) -> list[str]:
     return result.stdout.splitlines()
 
 
+@pytest.mark.slow
 def test_every_operator_runs_without_triton_and_says_so_where_it_is_named():
     lines = run(WITHOUT)
     assert len(lines) > 10

@@ -93,7 +93,7 @@ def drawn_tree(root: Path, clip: bytes, draw: random.Random) -> dict[str, list[s
     return expected
 
 
-@pytest.mark.soak("drawn folders of videos with captions of all forms", attempts=150, short=2)
+@pytest.mark.soak("drawn folders of videos with captions of all forms", attempts=150, short=0)
 def test_what_is_encoded_is_what_the_tree_has(attempt, clip, tmp_path, monkeypatch):
     draw, root = random.Random(attempt), tmp_path / "videos"
     root.mkdir()

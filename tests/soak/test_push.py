@@ -139,7 +139,7 @@ def push_once(folder: Path, attempt: int) -> None:
         assert "old/gone.txt" not in files
 
 
-@pytest.mark.soak("pushes to a hub that goes wrong, and Ctrl-C", attempts=300, short=2)
+@pytest.mark.soak("pushes to a hub that goes wrong, and Ctrl-C", attempts=300, short=0)
 def test_a_push_says_what_the_hub_holds(attempt, tmp_path):
     in_fork(lambda: push_once(tmp_path, attempt), tmp_path / "printed")
 
@@ -182,7 +182,7 @@ PLACES = ("./m", "m", "FOLDER/m", "FOLDER/./sub/..//m/", "link", "./sub/../m", "
 NO_PLACES = ("https://huggingface.co/me/m", "hf://me/m", "me@host:m", "me/m/x", "C:\\m", "s3://me/m", "Some Owner/a b!")
 
 
-@pytest.mark.soak("pushes to folders of other files", attempts=60, short=1)
+@pytest.mark.soak("pushes to folders of other files", attempts=60, short=0)
 def test_a_push_to_a_folder_leaves_what_is_anothers(attempt, pushed, tmp_path, monkeypatch, command_line):  # noqa: F811
     draw, (run, model) = random.Random(attempt), pushed
     monkeypatch.chdir(tmp_path)

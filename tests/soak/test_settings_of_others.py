@@ -130,7 +130,7 @@ def written(folder: Path, group: str, key: str, settings: Mapping[str, Any]) -> 
     return [f"--config-dir={folder}", *(["experiment=shared"] if group == "experiment" else [])]
 
 
-@pytest.mark.soak("experiment files, sweep files and checkpoints of others", attempts=240, short=3)
+@pytest.mark.soak("experiment files, sweep files and checkpoints of others", attempts=240, short=0)
 def test_settings_of_others(attempt, runs, command_line, tmp_path, monkeypatch):  # noqa: F811
     draw, known = random.Random(attempt), arguments(runs)
     monkeypatch.chdir(tmp_path)

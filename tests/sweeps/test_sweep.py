@@ -118,7 +118,7 @@ variants:
 """
 
 
-@pytest.mark.soak("killed sweeps and killed runs of sweeps", attempts=8, short=1)
+@pytest.mark.soak("killed sweeps and killed runs of sweeps", attempts=8, short=0)
 def test_a_sweep_that_is_killed_goes_on_with_what_is_missing(attempt, command_line, forked, tmp_path, monkeypatch):
     # the sweep, or a run of it
     sweep_dies, stop = attempt % 2 == 0, 2 + attempt // 2 % 4
