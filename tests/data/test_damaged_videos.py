@@ -118,6 +118,22 @@ def test_wrong_pictures_that_pass_are_few(name: str, most: int, tmp_path: Path) 
     assert refused >= files // 4
 
 
+@pytest.mark.parametrize(("name", "codec"), [("film.mp4", "libx264"), ("film.ts", "libx264"), ("film.ts", "libx265")])
+def test_pictures_made_of_others_before_a_keyframe_are_no_damage(name: str, codec: str, tmp_path: Path) -> None:
+    settings = "open-gop=1:keyint=24:bframes=3:scenecut=0"
+    film = write_film(tmp_path / name, {f"{codec.removeprefix('lib')}-params": settings}, codec=codec)
+    whole = read_video(film)[0]
+    for start in range(20, len(whole) - 10, 17):
+        assert torch.equal(read_video(film, start=start, frames=10)[0], whole[start : start + 10]), start
+    if name == "film.ts":
+        # a recording that begins between two keyframes
+        data = film.read_bytes()
+        film.write_bytes(data[len(data) // 3 // 188 * 188 :])
+        later = read_video(film)[0]
+        assert len(later) >= 24
+        assert torch.equal(later[-24:], whole[-24:])
+
+
 def encode(folder: Path, out: Path, **options: Any):
     for path in folder.iterdir():
         path.with_suffix(".txt").write_text("waves")

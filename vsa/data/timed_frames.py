@@ -145,16 +145,20 @@ def _decoded(container: InputContainer, stream: VideoStream) -> Iterator[tuple[a
     # with it a decoder returns the errors that it would only write to a log
     decoder.options = {"err_detect": "explode"}
     waiting, begun, damaged, lost = list[tuple[av.VideoFrame, bool]](), False, False, False
+    # time of the first keyframe, and whether the packet before and this one are shown before it
+    begin, early = 0, [False, False]
     # keyframes since the last damage of a packet, which decoders return some packets later
     keys = set[int | None]()
     for packet in container.demux(stream):
         keys |= {packet.pts} if packet.is_keyframe else set()
+        early = [early[1], begun and packet.pts is not None and packet.pts < begin]
         try:
             frames, harmed = decoder.decode(packet), packet.is_corrupt
         except InvalidDataError:
-            # packets before the first keyframe cannot be decoded
-            frames, harmed, lost = [], True, begun or packet.is_keyframe
-        begun = begun or packet.is_keyframe
+            # of pictures that are not there; some decoders tell it with the packet behind
+            frames, harmed, lost = [], not any(early), lost or (begun and not any(early)) or packet.is_keyframe
+        if packet.is_keyframe and not begun:
+            begun, begin = True, packet.pts or 0
         if harmed:
             damaged = True
             keys.clear()
