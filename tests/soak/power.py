@@ -35,8 +35,9 @@ class Disk:
 
     def __init__(self, folder: Path, at: Callable[[int], object] = lambda number: None):
         self._folder, self._at = folder.resolve(), at
-        # content of flushed files by inode
-        self.flushed: dict[int, bytes] = {}
+        # content of flushed files by inode; what is there has survived the cuts before
+        files = [path for path in self._folder.rglob("*") if path.is_file() and not path.is_symlink()]
+        self.flushed = {path.stat().st_ino: path.read_bytes() for path in files}
         self.renames: list[Rename] = []
         self.number = 0
         self.whole: list[Path] = []

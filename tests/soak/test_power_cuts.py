@@ -109,7 +109,8 @@ def test_a_run_goes_on_from_what_was_flushed(attempt, straight, tmp_path, monkey
         assert complete >= newest, (newest, lost)
     first = tmp_path / "first"
     in_fork(lambda: runs(*SETTINGS, "ckpt_path=last", callbacks=(FirstStep(first),)), tmp_path / "printed")
-    assert int(first.read_text()) == complete, lost
+    # after the last checkpoint no step is left
+    assert (int(first.read_text()) if first.exists() else STEPS) == complete, lost
     ours, (tensors, losses) = runs.tensors(), straight
     assert ours.keys() == tensors.keys()
     assert [name for name, value in tensors.items() if not torch.equal(ours[name], value)] == []
