@@ -104,6 +104,9 @@ def test_no_certificate_says_what_is_not_true(attempt, certified, tmp_path):
         # one that is not finite is refused when it is read, before a page is written
         if "NaN or infinite" in refusal and "fails parity" not in refusal:
             return
+        # a result that does not parse is refused before anything is measured
+        if "results" in ways and "parity-transformer.json" in refusal:
+            return
         assert "fails parity" in refusal, told
         assert not record_of(folder / "certificate.html")["facts"]["verdict"].startswith("Right"), told
         return

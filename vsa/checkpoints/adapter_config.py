@@ -60,8 +60,10 @@ def configs_of(folder: Path, name: str) -> dict[str, Mapping[str, Any]]:
 
 
 def _checked(name: str, fields: Mapping[str, Any]) -> Mapping[str, Any]:
-    # diffusers writes the part of the pipeline before the fields
-    fields = {key.removeprefix("transformer."): value for key, value in fields.items() if value is not None}
+    # diffusers writes the part of the pipeline before the fields; peft reads no config without a type
+    fields = {
+        k.removeprefix("transformer."): value for k, value in fields.items() if value is not None or k == "peft_type"
+    }
     check_kind(fields, _KINDS, name)
     if slow := [*filter(_SLOW.search, (*fields.get("rank_pattern", ()), *fields.get("alpha_pattern", ())))]:
         raise ValueError(f"{name} has {shown(slow[0])}, a pattern too long or repeated to end: let peft merge it")

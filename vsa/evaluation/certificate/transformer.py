@@ -133,7 +133,8 @@ class Transformer:
 
         What is missing, or no number from 0 on, fails.
         """
-        errors = {str(each.get("compared")): _number(each.get("error")) for each in parity.get("checks", ())}
+        stored = [each for each in parity.get("checks") or () if isinstance(each, Mapping)]
+        errors = {str(each.get("compared")): _number(each.get("error")) for each in stored}
         tolerances = {WHOLE: TOLERANCES[self.dtype]}
         if self.sparse is not None:
             tolerances[GATED] = TOLERANCES[self.dtype]
