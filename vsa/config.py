@@ -206,8 +206,9 @@ def stored_data(config: Mapping[str, Any]) -> Any:
     check_targets(config)
     trusted = tuple(f"{server.rstrip('/')}/" for server in os.environ.get("VSA_TRUST", "").split())
     for key, value in leaves(config["data"], ("data",)):
-        # one address, whose folders may have braces
-        if SERVER.search(str(value)) and not (str(value).startswith(trusted) and str(value).count("://") == 1):
+        # one address below a typed folder; its names may have braces
+        below = str(value).startswith(trusted) and "/.." not in str(value) and str(value).count("://") == 1
+        if SERVER.search(str(value)) and not below:
             raise ValueError(
                 f"{'.'.join(key)}={value}: a stored config may not name a server: leave its data out, or set "
                 "VSA_TRUST=https://SERVER/FOLDER in front of the command if you trust it"

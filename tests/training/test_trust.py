@@ -248,7 +248,13 @@ def test_a_stored_run_names_no_server_but_one_that_is_typed(tmp_path, monkeypatc
         folder, author = f"{server.url}/mine", "https://author.example/x.tar"
         monkeypatch.setenv("VSA_TRUST", f"s3://bucket {folder}")
         refused = pytest.raises(ValueError, match="a stored config may not name a server")
-        for other in (f"{folder}s/x.tar", f"{server.url}/x.tar", author, f"{folder}/x.tar::{author}"):
+        for other in (
+            f"{folder}s/x.tar",
+            f"{server.url}/x.tar",
+            author,
+            f"{folder}/x.tar::{author}",
+            f"{folder}/../x.tar",
+        ):
             with refused:
                 held_out_prompts({"data": {**data, "urls": other}}, 1)
         assert not server.asked
