@@ -174,6 +174,7 @@ def refused(base: Path, place: Path, message: str) -> None:
 
 
 ALTERED: dict[str, tuple[dict[str, Any], str]] = {
+    "no kind": ({"peft_type": None}, r"adapter_config.json has peft_type=None, expected LORA"),
     "another kind": ({"peft_type": "LOHA"}, r"adapter_config.json has peft_type='LOHA', expected LORA"),
     "a quantised base": (
         {"init_lora_weights": "loftq"},

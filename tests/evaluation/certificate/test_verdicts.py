@@ -115,6 +115,9 @@ def test_a_verdict_is_computed_from_numbers_by_ones_own_tolerances(export):
             assert [check["failed"] for check in changed["checks"]] == [i == place for i in range(3)], stored
         for checks in ([*good["checks"][:place], told, *good["checks"][place + 1 :]], good["checks"][:place]):
             assert own.judged({**good, "checks": checks})["checks"][place]["failed"]
+    shapeless: tuple[Any, ...] = (None, [], 5, {}, *({**good, "checks": x} for x in (None, 5, {}, "x", [None], [[1]])))
+    for stored in shapeless:
+        assert all(check["failed"] for check in own.judged(stored)["checks"]), stored
     coarse = Subject(settings(export, dtype="bfloat16")).transformers["transformer"].judged(good)
     assert [check["tolerance"] for check in coarse["checks"]] == [0.03, 0.03, 1e-4]
     # an export may ask for a smaller tolerance of its golden tensors, not for a larger one

@@ -133,7 +133,9 @@ class Transformer:
 
         What is missing, or no number from 0 on, fails.
         """
-        stored = [each for each in parity.get("checks") or () if isinstance(each, Mapping)]
+        parity = parity if isinstance(parity, Mapping) else {}
+        found = parity.get("checks")
+        stored = [each for each in found if isinstance(each, Mapping)] if isinstance(found, list) else []
         errors = {str(each.get("compared")): _number(each.get("error")) for each in stored}
         tolerances = {WHOLE: TOLERANCES[self.dtype]}
         if self.sparse is not None:
