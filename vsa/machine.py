@@ -23,9 +23,8 @@ KERNEL_PACKAGES = ("triton", "fastvideo-kernel", "nvidia-cudnn-frontend")
 def process_start() -> float:
     """Start time of this process in seconds since the epoch; the current time if the system does not provide it."""
     try:
-        with open("/proc/self/stat") as file:
-            # field 22 of the line, counted after the process name, which may contain spaces and brackets
-            ticks = int(file.read().rpartition(")")[2].split()[19])
+        # field 22 of the line, counted after the process name, which may contain spaces and brackets
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
     except OSError:
         return time.time()
     age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")

@@ -121,6 +121,9 @@ def test_wrong_pictures_that_pass_are_few(name: str, most: int, tmp_path: Path) 
 @pytest.mark.parametrize(("name", "codec"), [("film.mp4", "libx264"), ("film.ts", "libx264"), ("film.ts", "libx265")])
 def test_pictures_made_of_others_before_a_keyframe_are_no_damage(name: str, codec: str, tmp_path: Path) -> None:
     settings = "open-gop=1:keyint=24:bframes=3:scenecut=0"
+    if codec == "libx265":
+        # its assembler writes past small pictures on some processors, which aborts the process
+        settings += ":asm=0"
     film = write_film(tmp_path / name, {f"{codec.removeprefix('lib')}-params": settings}, codec=codec)
     whole = read_video(film)[0]
     for start in range(20, len(whole) - 10, 17):

@@ -247,8 +247,14 @@ def test_two_agents_of_torchrun(training: TinyTraining, attempt: int, tmp_path: 
         assert [agent.poll() for agent in agents] == [None, None], [(at / "printed").read_text() for at in folders]
         (rank,) = children_of(agents[lost].pid)
         os.kill(agents[lost].pid if of_agent else rank, signal.SIGKILL)
-        # a rank without its agent goes on to the end of the step, or to the store that went with it
+        if of_agent:
+            # a rank without its agent trains on, unless the store went with that one; nothing is lost with it alone
+            step = steps_of(training)
+            assert wait_for(lambda: steps_of(training) >= step + 4 or agents[1 - lost].poll() is not None)
+            for other in children_of(agents[1 - lost].pid) if agents[1 - lost].poll() is None else ():
+                os.kill(other, signal.SIGKILL)
         assert agents[1 - lost].wait(TIMEOUT + 90) == 1
+        assert wait_for(lambda: not alive(rank))
 
 
 @pytest.mark.soak("SIGTERM to a rank that waits for a frozen one", attempts=4, short=0)

@@ -308,9 +308,5 @@ class StagedAttention(SelectingAttention):
 
 def _coarse(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Output `[B, H, Np, D]` and logits `[B, H, Np, Np']` of attention between pooled q, k, v `[B, H, Np, D]`."""
-    scores = _logits(q, k)
+    scores = (q * q.shape[-1] ** -0.5) @ per_head(k, q.shape[1]).transpose(-1, -2)
     return scores.softmax(-1) @ per_head(v, q.shape[1]), scores
-
-
-def _logits(q: Tensor, k: Tensor) -> Tensor:
-    return (q * q.shape[-1] ** -0.5) @ per_head(k, q.shape[1]).transpose(-1, -2)

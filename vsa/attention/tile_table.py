@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from vsa.attention.kept_tiles import Budget
@@ -63,7 +63,7 @@ def describe_tiles(grid_thw: Grid, volume: int, sparsity: float, count: int) -> 
     yield f"{tokens} tokens, tiles of at most {volume}, sparsity {sparsity:g}"
     yield f"{'options':<50} {'tiles':>6} {'fill':>6} {'top-k':>6} {'pairs':>7} {'executed':>9}"
     for row in tile_rows(grid_thw, volume, sparsity, count):
-        options = "tile_thw=" + _listed(row.tile_thw)
+        options = f"tile_thw=[{','.join(map(str, row.tile_thw))}]"
         if row.partition != "cube":
             options += f" attention.partition={row.partition}"
         yield (f"{options:<50} {row.tiles:>6} {row.fill:>6.1%} {row.topk:>6} {row.pairs:>7.2%} {row.executed:>9.2%}")
@@ -74,7 +74,3 @@ def _cuts(volume: int) -> Iterator[Grid]:
     for t, h in itertools.product(divisors, repeat=2):
         if volume % (t * h) == 0:
             yield t, h, volume // (t * h)
-
-
-def _listed(sides: Sequence[int]) -> str:
-    return f"[{','.join(map(str, sides))}]"

@@ -91,15 +91,10 @@ class RunWeights(WeightSource):
 
     @cached_property
     def sparse(self) -> SparseAttentionConfig | None:
-        sparse = self._exported
-        if sparse is None and (any(map(is_gate, self)) or self._is_sparse):
+        sparse, named = self._exported, {"model", "attention"} <= self.run_config.keys()
+        if sparse is None and (any(map(is_gate, self)) or (named and not self._meta.is_dense)):
             sparse = self._described()
         return sparse if sparse is None or self.step_list is None else sparse.sampled_at(self.step_list)
-
-    @property
-    def _is_sparse(self) -> bool:
-        """Whether its config has another attention than dense attention."""
-        return {"model", "attention"} <= self.run_config.keys() and not self._meta.is_dense
 
     def _described(self) -> SparseAttentionConfig:
         """Description from schedule and state; the largest grid of the training is the reference."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -20,6 +19,7 @@ from vsa import files
 from vsa.checkpoints.experts import EXPERTS
 from vsa.checkpoints.held_files import FORMATS, WEIGHTS, refuse_quantized, weights_file
 from vsa.checkpoints.sparse_config import SPARSE_CONFIG
+from vsa.data.pretrained import HUB_ID, model_files
 from vsa.errors import refuse_unwritable
 from vsa.files import inner_name, typed
 from vsa.models.sharding import fill
@@ -40,9 +40,6 @@ ROWS = "vsa.rows"
 
 _FLOATS = ("F64", "F32", "F16", "BF16")
 
-HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*$", re.ASCII)
-"""Name of a repository on the Hugging Face hub, OWNER/NAME; a local folder of this name takes precedence."""
-
 
 def is_hub_id(name: str) -> bool:
     """Whether a name is that of a repository on the hub and of nothing here."""
@@ -55,18 +52,19 @@ def local_folder(source: str | Path, subfolder: str = "transformer") -> Path:
     folder = Path(source)
     if folder.exists():
         return folder
-    if folder.suffix in FORMATS:
-        raise ValueError(f"no such file: {source}")
     repository, expert = hub_parts(source)
-    if not HUB_ID.match(repository):
-        raise ValueError(f"no such folder: {source}")
-    return _download(repository, expert or subfolder) / expert
+    if (is_file := folder.suffix in FORMATS) or not HUB_ID.fullmatch(repository):
+        raise ValueError(f"no such {'file' if is_file else 'folder'}: {source}")
+    # a transformer in a pipeline or at the top, the config of its VAE, or a run; `*` also matches slashes
+    patterns = [f"{expert or subfolder}/*", "model_index.json", "vae/config.json", "checkpoints/*", "run.json"]
+    patterns += ["config.json", f"{WEIGHTS}*", SPARSE_CONFIG, "golden.safetensors", "sampling.json"]
+    return model_files(repository, *patterns) / expert
 
 
 def hub_parts(source: str | Path) -> tuple[str, str]:
     """The repository of a Hugging Face id, and the folder of one expert in it (`OWNER/NAME/transformer_2`), or ""."""
     repository, _, expert = str(source).rpartition("/")
-    return (repository, expert) if expert in EXPERTS and HUB_ID.match(repository) else (str(source), "")
+    return (repository, expert) if expert in EXPERTS and HUB_ID.fullmatch(repository) else (str(source), "")
 
 
 def pretrained_folder(source: str | Path, subfolder: str = "transformer") -> Path:
@@ -87,23 +85,6 @@ def pretrained_folder(source: str | Path, subfolder: str = "transformer") -> Pat
         command = f"vsa convert {typed(Path(source))} EXPORT --to diffusers"
         raise ValueError(f"{source} is a run of this project: {command} makes weights of it")
     raise ValueError(f"{source} has no config.json, neither in itself nor in {subfolder}/")
-
-
-def _download(hub_id: str, subfolder: str) -> Path:
-    try:
-        from huggingface_hub import snapshot_download
-    except ImportError:
-        raise ValueError(f"{hub_id} is not a folder, and a Hugging Face id needs the package huggingface_hub") from None
-    # a transformer in a pipeline or at the top, the config of its VAE, or a run; `*` also matches slashes
-    patterns = [f"{subfolder}/*", "model_index.json", "vae/config.json", "checkpoints/*", "run.json"]
-    patterns += ["config.json", f"{WEIGHTS}*", SPARSE_CONFIG, "golden.safetensors", "sampling.json"]
-    try:
-        return Path(snapshot_download(hub_id, allow_patterns=patterns))
-    except (OSError, ValueError) as error:
-        # the messages of the hub have many lines
-        raise ValueError(
-            f"{hub_id} is neither a local folder nor a downloadable Hugging Face repository: {type(error).__name__}"
-        ) from error
 
 
 def read_json(path: Path) -> dict[str, Any]:

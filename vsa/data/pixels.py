@@ -206,10 +206,6 @@ def _bt1886(code: np.ndarray) -> np.ndarray:
     return code**2.4
 
 
-def _pq_sdr(code: np.ndarray) -> np.ndarray:
-    return sdr_light(pq_light(code))
-
-
 def _tone_of_root(root: np.ndarray) -> np.ndarray:
     return sdr_light(PEAK * root**2)
 
@@ -219,7 +215,7 @@ def _encoded_root(root: np.ndarray) -> np.ndarray:
     return np.rint(255 * root ** (2 / 2.4)).astype(np.uint8)
 
 
-_LIGHT = {PQ: _pq_sdr, HLG: hlg_light}
+_LIGHT = {PQ: lambda code: sdr_light(pq_light(code)), HLG: hlg_light}
 
 
 def _root(linear: np.ndarray) -> np.ndarray:

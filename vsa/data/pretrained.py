@@ -15,7 +15,9 @@ from vsa.settings import Count
 if TYPE_CHECKING:
     from torch import Tensor
 
-_HUB_ID = re.compile(r"[A-Za-z0-9_.-]+/[A-Za-z0-9_.-]+")
+HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
+"""Name of a repository on the Hugging Face hub, OWNER/NAME; a local folder of this name takes precedence."""
+
 # an entry of the header of a safetensors file
 _ENTRY = {"dtype": str, "shape": list[Count], "data_offsets": tuple[Count, Count]}
 # number of bytes at the start and the end of every tensor that the digest covers
@@ -24,7 +26,7 @@ _SAMPLED_BYTES = 4096
 
 def refuse_unknown(source: str | Path, where: str = "") -> None:
     """Raise ValueError, which begins with `where`, for what is neither a folder nor has the form of a hub id."""
-    if not Path(source).is_dir() and not _HUB_ID.fullmatch(str(source)):
+    if not Path(source).is_dir() and not HUB_ID.fullmatch(str(source)):
         raise ValueError(f"{where}no such model folder: {source}; a hub id is OWNER/NAME")
 
 
@@ -56,9 +58,9 @@ def model_files(source: str | Path, *patterns: str) -> Path:
     if Path(source).is_dir():
         return Path(source)
     refuse_unknown(source)
-    from huggingface_hub import snapshot_download
-
     try:
+        from huggingface_hub import snapshot_download
+
         return Path(snapshot_download(str(source), allow_patterns=[*patterns]))
     # the hub client has many kinds of errors, which all mean that the files cannot be loaded
     except Exception as error:

@@ -180,11 +180,8 @@ def _open_at(url: str, offset: int) -> BinaryIO:
     scheme = match[1].lower() if match else None
     if scheme in ("http", "https"):
         return _open_web(url, offset)
-    if scheme is None:
-        file = open_regular(url)
-    else:
-        # the clients know their schemes in small letters only
-        file = _file_system(scheme).open(f"{scheme}{url[len(scheme) :]}", "rb")
+    # the clients know their schemes in small letters only
+    file = _file_system(scheme).open(f"{scheme}{url[len(scheme) :]}", "rb") if scheme else open_regular(url)
     file.seek(offset)
     return file
 

@@ -254,8 +254,8 @@ def measure_clip(video: Tensor) -> tuple[str | None, str | None]:
     mass = rows.sum(1)
 
     offset = weight.reshape(-1) @ difference.reshape(-1, 3) / mass.sum()
-    angles = {name: _cosine(offset, np.array(rgb, dtype=np.float32) - background) for name, rgb in COLOURS.items()}
-    colour = max(angles, key=lambda name: angles[name])
+    towards = np.array([*COLOURS.values()], dtype=np.float32) - background
+    colour = [*COLOURS][np.argmax(towards @ offset / (np.linalg.norm(towards, axis=1) + 1e-6))]
 
     visible = mass > 0.05 * mass.max()
     if visible.sum() < 2:
@@ -327,10 +327,6 @@ def _start(extent: int, travel: float, margin: float, u: float) -> float:
     high = extent - margin - max(travel, 0)
     room = max(high - low, 0) if travel == 0 else min(max(high - low, 0), 0.1 * extent)
     return (low + high) / 2 + (u - 0.5) * room
-
-
-def _cosine(a: np.ndarray, b: np.ndarray) -> float:
-    return float(a @ b / (np.linalg.norm(a) * np.linalg.norm(b) + 1e-6))
 
 
 def _pick(names: tuple[str, ...], u: float) -> str:

@@ -23,6 +23,7 @@ from torch.nn import functional as F
 from vsa.diffusion.flow_matching import (
     mixed_generator,
     per_sample,
+    refuse_other_shape,
     sample_mse,
     sample_sigmas,
     velocity_target,
@@ -53,8 +54,7 @@ def guide_score(cond: Tensor, uncond: Tensor, scale: float, cfg_form: CfgForm) -
     Returns:
         `[B, ...]` guided velocity. Since both are linear, the data predicted from it is the guided data.
     """
-    if cond.shape != uncond.shape:
-        raise ValueError(f"cond and uncond must have the same shape, got {list(cond.shape)} and {list(uncond.shape)}")
+    refuse_other_shape(cond=cond, uncond=uncond)
     return guide(cond, uncond, standard_scale(scale, cfg_form))
 
 
@@ -83,8 +83,7 @@ def predicted_x0(x_t: Tensor, velocity: Tensor, sigma: Tensor) -> Tensor:
         velocity: same shape, velocity at `x_t`.
         sigma: `[B]` noise levels in [0, 1].
     """
-    if x_t.shape != velocity.shape:
-        raise ValueError(f"x_t and velocity must have the same shape, got {list(x_t.shape)} and {list(velocity.shape)}")
+    refuse_other_shape(x_t=x_t, velocity=velocity)
     return velocity_to_x0(x_t.double(), velocity.double(), sigma.double())
 
 
@@ -126,9 +125,8 @@ def dmd_gradient(x0: Tensor, real_x0: Tensor, fake_x0: Tensor) -> DmdGradient:
     Returns:
         Gradient, normaliser and raw norm.
     """
-    for name, value in (("real_x0", real_x0), ("fake_x0", fake_x0)):
-        if value.shape != x0.shape:
-            raise ValueError(f"x0 and {name} must have the same shape, got {list(x0.shape)} and {list(value.shape)}")
+    refuse_other_shape(x0=x0, real_x0=real_x0)
+    refuse_other_shape(x0=x0, fake_x0=fake_x0)
     x0, real_x0, fake_x0 = x0.double(), real_x0.double(), fake_x0.double()
     raw, distance = fake_x0 - real_x0, (x0 - real_x0).abs()
     normalizer = distance.flatten(1).mean(1).clamp_min(MIN_NORMALIZER)
@@ -150,8 +148,7 @@ def dmd_loss(x0: Tensor, gradient: Tensor) -> Tensor:
     Returns:
         float64 `[B]`.
     """
-    if x0.shape != gradient.shape:
-        raise ValueError(f"x0 and gradient must have the same shape, got {list(x0.shape)} and {list(gradient.shape)}")
+    refuse_other_shape(x0=x0, gradient=gradient)
     x0 = x0.double()
     return 0.5 * sample_mse(x0, (x0 - gradient.double()).detach())
 
@@ -170,8 +167,7 @@ def critic_loss(velocity: Tensor, x0: Tensor, noise: Tensor) -> Tensor:
     Returns:
         `[B]` mean squared errors, fp32 (fp64 for fp64 inputs).
     """
-    if x0.shape != noise.shape:
-        raise ValueError(f"x0 and noise must have the same shape, got {list(x0.shape)} and {list(noise.shape)}")
+    refuse_other_shape(x0=x0, noise=noise)
     return sample_mse(velocity, velocity_target(x0, noise).detach())
 
 
@@ -214,11 +210,7 @@ def gan_critic_loss(real_logits: Tensor, fake_logits: Tensor) -> Tensor:
     Returns:
         `[B]`, the mean over the logits of each sample, fp32 (fp64 for fp64 logits).
     """
-    if real_logits.shape != fake_logits.shape:
-        raise ValueError(
-            "real_logits and fake_logits must have the same shape, "
-            f"got {list(real_logits.shape)} and {list(fake_logits.shape)}"
-        )
+    refuse_other_shape(real_logits=real_logits, fake_logits=fake_logits)
     real, fake = _logits("real_logits", real_logits), _logits("fake_logits", fake_logits)
     return _logit_mean(F.softplus(-real) + F.softplus(fake))
 

@@ -268,10 +268,16 @@ def sample_mse(pred: Tensor, target: Tensor) -> Tensor:
     Returns:
         `[B]`.
     """
-    if pred.shape != target.shape:
-        raise ValueError(f"pred and target must have the same shape, got {list(pred.shape)} and {list(target.shape)}")
+    refuse_other_shape(pred=pred, target=target)
     dtype = torch.float64 if pred.dtype == torch.float64 else torch.float32
     return (pred.to(dtype) - target.to(dtype)).square().flatten(1).mean(1)
+
+
+def refuse_other_shape(**pair: Tensor) -> None:
+    """Raise ValueError with the names of two tensors of different shapes, which would be broadcast."""
+    first, second = (list(tensor.shape) for tensor in pair.values())
+    if first != second:
+        raise ValueError(f"{' and '.join(pair)} must have the same shape, got {first} and {second}")
 
 
 def weighted_loss(mse: Tensor, weights: Tensor, weight_total: Tensor | float) -> Tensor:

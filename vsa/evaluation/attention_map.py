@@ -42,11 +42,7 @@ def record_attention(
     latents: Tensor,
     text: Tensor,
     text_mask: Tensor | None,
-    *,
-    sigma: float,
-    topk: KeptTiles,
-    seed: int = 0,
-    images: Mapping[str, Tensor] = MappingProxyType({}),
+    **how: Any,
 ) -> dict[int, dict[str, Tensor]]:
     """Record the selection of each sparse layer in a denoising step of `latents` at one noise level.
 
@@ -55,10 +51,7 @@ def record_attention(
         latents: normalised `[1, C, T, H, W]`.
         text: `[1, S, E]`.
         text_mask: bool `[1, S]`, or None.
-        sigma: noise level in [0, 1].
-        topk: kv tiles per query tile.
-        seed: seed of the noise.
-        images: image conditions, by the names of `Network.forward`.
+        how: arguments of `denoise_once`.
 
     Returns:
         By layer, the recorded `kv_indices` `[1, H, Nq, K]`, `kv_num_blocks` `[1, H, Nq]` and scores, if there are any,
@@ -71,8 +64,7 @@ def record_attention(
         names = [name for name in ("scores", "kv_indices", "kv_num_blocks") if name in tensors]
         records[layer_idx] = {name: tensors[name].detach().cpu() for name in names}
 
-    how: dict[str, Any] = {"topk": topk, "recorder": recorder, "seed": seed, "images": images}
-    denoise_once(model, latents, text, text_mask, sigma=sigma, **how)
+    denoise_once(model, latents, text, text_mask, recorder=recorder, **how)
     return records
 
 
@@ -89,7 +81,15 @@ def denoise_once(
     seed: int = 0,
     images: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> None:
-    """One forward on `latents` with the noise of a seed at one noise level; arguments as in `record_attention`."""
+    """One forward on `latents` with the noise of a seed at one noise level; arguments as in `record_attention`, and
+
+    Args:
+        sigma: noise level in [0, 1].
+        topk: kv tiles per query tile.
+        recorder: see `AttnContext`.
+        seed: seed of the noise.
+        images: image conditions, by the names of `Network.forward`.
+    """
     level = torch.full((1,), sigma, device=latents.device)
     x_t = add_noise(latents, noise_like(latents, clip_seeds(seed, [""])), level)
     model(x_t, to_timestep(level), text, text_mask, **images, topk=topk, recorder=recorder)

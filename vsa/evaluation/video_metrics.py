@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torchmetrics.functional.image import peak_signal_noise_ratio, structural_similarity_index_measure
 
+from vsa.diffusion.flow_matching import refuse_other_shape
+
 DATA_RANGE = 255.0
 BLACK_LEVEL = 0.10
 """Share of the data range up to which a pixel is black (`pixel_black_th` of ffmpeg's blackdetect filter)."""
@@ -31,7 +33,7 @@ def psnr(video: Tensor, reference: Tensor) -> float:
         video: uint8 `[..., 3]`.
         reference: the same shape.
     """
-    _check_pair(video, reference)
+    refuse_other_shape(video=video, reference=reference)
     return float(peak_signal_noise_ratio(video.double(), reference.double(), data_range=DATA_RANGE))
 
 
@@ -46,7 +48,7 @@ def ssim(video: Tensor, reference: Tensor) -> float:
         video: uint8 `[T, H, W, 3]`, at least 6 pixels high and wide.
         reference: the same shape.
     """
-    _check_pair(video, reference)
+    refuse_other_shape(video=video, reference=reference)
     if min(video.shape[1:3]) < 6:
         raise ValueError(f"SSIM needs frames of at least 6x6 pixels, got {video.shape[1]}x{video.shape[2]}")
     # frame by frame, since the five filtered maps of a long clip would take gigabytes
@@ -148,7 +150,7 @@ def load_lpips(folder: str | Path) -> Callable[[Tensor, Tensor], float]:
     _load_trunk(network.net, weight_files[0])
 
     def distance(video: Tensor, reference: Tensor) -> float:
-        _check_pair(video, reference)
+        refuse_other_shape(video=video, reference=reference)
         pairs = zip(video.split(LPIPS_CHUNK), reference.split(LPIPS_CHUNK), strict=True)
         with torch.no_grad():
             values = [network(*(_channels_first(x) / (DATA_RANGE / 2) - 1 for x in pair)).flatten() for pair in pairs]
@@ -172,8 +174,3 @@ def _load_trunk(trunk: torch.nn.Module, path: Path) -> None:
 def _channels_first(frames: Tensor) -> Tensor:
     """float32 `[N, 3, H, W]` of uint8 `[N, H, W, 3]`."""
     return frames.permute(0, 3, 1, 2).float()
-
-
-def _check_pair(video: Tensor, reference: Tensor) -> None:
-    if video.shape != reference.shape:
-        raise ValueError(f"clips must have the same shape, got {list(video.shape)} and {list(reference.shape)}")

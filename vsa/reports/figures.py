@@ -100,13 +100,12 @@ def _loss_rows(variant: Variant, run: Run) -> Iterator[tuple[Any, ...]]:
         column = np.full(len(steps), np.nan)
         column[np.searchsorted(steps, own)] = values
         columns.append(column)
-    texts = [[""] * len(steps) if column is None else _texts(column) for column in columns]
-    yield from zip(repeat(variant.name), repeat(run.name), repeat(run.seed), steps.tolist(), *texts)
-
-
-def _texts(values: np.ndarray) -> list[str]:
     # the precision of metrics.csv
-    return [f"{value:.9g}" if value == value else "" for value in values.tolist()]
+    texts = [
+        [""] * len(steps) if column is None else [f"{x:.9g}" if x == x else "" for x in column.tolist()]
+        for column in columns
+    ]
+    yield from zip(repeat(variant.name), repeat(run.name), repeat(run.seed), steps.tolist(), *texts)
 
 
 def pareto_chart(variants: Sequence[Variant]) -> Chart:

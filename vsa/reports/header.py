@@ -132,7 +132,8 @@ def not_shown(variants: Sequence[Variant], drawn: Sequence[str]) -> list[str]:
     """One sentence about each figure that could not be drawn, with what it needs."""
     runs = [run for variant in variants for run in variant.ended]
     lengths, topks = ({sequence_length(run) for run in runs}, {run.last("sparsity/topk") for run in runs})
-    sizes = max((_sizes(members) for members in families(variants).values()), default=0)
+    of_family = [[run for variant in members for run in variant.ended] for members in families(variants).values()]
+    sizes = max((len({run.parameters for run in own} - {None}) for own in of_family), default=0)
     sentences = {
         "loss": "Loss: no run has logged one yet.",
         "pareto": "Loss and step time: needs two variants with a loss and a step time.",
@@ -143,10 +144,6 @@ def not_shown(variants: Sequence[Variant], drawn: Sequence[str]) -> list[str]:
         "diagnostics": "Recall and gates: needs runs with callbacks=diagnostics.",
     }
     return [sentence for key, sentence in sentences.items() if key not in drawn]
-
-
-def _sizes(members: Sequence[Variant]) -> int:
-    return len({run.parameters for variant in members for run in variant.ended} - {None})
 
 
 def _listed(values: set[Any] | Mapping[Any, Any]) -> str:

@@ -19,8 +19,9 @@ import yaml
 
 from vsa.checkpoints.run_weights import RunWeights
 from vsa.checkpoints.sampling_settings import sampling_of
-from vsa.checkpoints.weight_files import HUB_ID, is_hub_id
+from vsa.checkpoints.weight_files import is_hub_id
 from vsa.data.index import USUAL_FPS
+from vsa.data.pretrained import HUB_ID
 from vsa.data.revisions import open_local_index, phases_of
 from vsa.data.sample_store import chosen_samples
 from vsa.data.splits import count_held_out
@@ -68,7 +69,7 @@ def _front_matter(source: RunWeights, license: str) -> dict[str, Any]:
     channels = model.get("in_channels", 16)
     conditioned = model.get("image_dim") is not None or channels > (model.get("out_channels") or channels)
     task = "image-to-video" if conditioned else "text-to-video"
-    base = [origin for origin in _origins(source).values() if HUB_ID.match(origin)]
+    base = [origin for origin in _origins(source).values() if HUB_ID.fullmatch(origin)]
     return {
         "license": license,
         "library_name": "vsa-train",

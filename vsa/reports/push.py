@@ -11,8 +11,9 @@ from vsa.checkpoints.published import weights_to_publish, write_published
 from vsa.checkpoints.run_checkpoint import resolve_checkpoint
 from vsa.checkpoints.run_folder import refuse_inside_run
 from vsa.checkpoints.run_weights import Group
-from vsa.checkpoints.weight_files import HUB_ID, refuse_existing
+from vsa.checkpoints.weight_files import refuse_existing
 from vsa.checkpoints.weight_source import is_run
+from vsa.data.pretrained import HUB_ID
 from vsa.files import atomic_folder
 from vsa.reports.hub import files_in, hub_client, publish, write_record
 from vsa.reports.model_card import CARD, write_card

@@ -329,7 +329,7 @@ def _read_run(folder: Path, root: Path, point: Point | None, *, pattern: re.Patt
     return Run(
         folder=folder,
         name=_name(folder, root),
-        settings=_settings(folder / "config.yaml"),
+        settings=dict(_leaves(read_yaml(config))) if (config := folder / "config.yaml").exists() else {},
         # NaN, which marks missing values in tables of several runs, is as bad as infinity
         metrics={name: (at, np.where(np.isnan(values), np.inf, values)) for name, (at, values) in metrics.items()},
         validation=_validation(folder / "validation.csv"),
@@ -339,10 +339,6 @@ def _read_run(folder: Path, root: Path, point: Point | None, *, pattern: re.Patt
         writing=in_use(folder),
         damaged=damaged,
     )
-
-
-def _settings(path: Path) -> dict[str, Any]:
-    return dict(_leaves(read_yaml(path))) if path.exists() else {}
 
 
 def _leaves(node: Any, key: str = "") -> Iterator[tuple[str, Any]]:

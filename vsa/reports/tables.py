@@ -45,7 +45,9 @@ def _variant_row(variant: Variant, partner: Variant | None) -> list[str | Cell]:
     else:
         interval = f"{difference.low:+.3g} to {difference.high:+.3g}"
         against = Cell(f"{difference.mean:+.3g}", f"{interval}, {difference.samples} samples")
-        p = Cell(_p(variant.p_holm), f"needs {FEWEST_SAMPLES} samples" if variant.p_holm is None else "")
+        p = Cell("missing", f"needs {FEWEST_SAMPLES} samples")
+        if variant.p_holm is not None:
+            p = Cell("< 0.0001" if variant.p_holm < 1e-4 else f"{variant.p_holm:.2g}")
     return [
         Cell(variant.name, colour=variant.colour),
         Cell(number(variant.loss, 5), "" if variant.std is None else f"± {variant.std:.2g}"),
@@ -59,10 +61,6 @@ def _variant_row(variant: Variant, partner: Variant | None) -> list[str | Cell]:
         count(variant.mean("parameters")),
         *map(shown, variant.values.values()),
     ]
-
-
-def _p(p: float | None) -> str:
-    return "missing" if p is None else "< 0.0001" if p < 1e-4 else f"{p:.2g}"
 
 
 VARIANT_COLUMNS: Mapping[str, Callable[[Variant], Any]] = {

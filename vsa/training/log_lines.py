@@ -39,7 +39,9 @@ class LogLines:
             self._waiting.append((step, metrics))
             return
         arriving = {k: PendingCopy.of(value) if isinstance(value, Tensor) else value for k, value in metrics.items()}
-        self._waiting.append((step, lambda: {name: _read(value) for name, value in arriving.items()}))
+        self._waiting.append(
+            (step, lambda: {k: float(v.read() if isinstance(v, PendingCopy) else v) for k, v in arriving.items()})
+        )
 
     def write(self) -> None:
         """Give the loggers everything, after waiting for what has not arrived."""
@@ -61,7 +63,3 @@ class LogLines:
     def drop(self) -> None:
         """Forget everything: the steps are undone."""
         self._waiting.clear()
-
-
-def _read(value: PendingCopy | float) -> float:
-    return float(value.read() if isinstance(value, PendingCopy) else value)

@@ -150,9 +150,10 @@ class _Look(L.Callback):
             # the dump has the weights of the generator after its update
             pl_module.cycle = replace(pl_module.cycle, fake_score_warmup=self._step + 1)
         for name, parameter in pl_module.named_parameters():
-            self._see(f"weight {name}", local(parameter))
+            self._see(f"weight {name}", parameter)
             if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(partial(self._see_gradient, f"gradient of weight {name}"))
+                gradient = f"gradient of weight {name}"
+                parameter.register_post_accumulate_grad_hook(lambda own, said=gradient: self._see(said, own.grad))
         for name, module in pl_module.named_modules():
             if name:
                 module.register_forward_hook(partial(self._see_output, name))
@@ -178,15 +179,11 @@ class _Look(L.Callback):
             if tensor.requires_grad:
                 tensor.register_hook(partial(self._see, f"gradient of the output of {name}"))
 
-    def _see_gradient(self, name: str, parameter: Tensor) -> None:
-        if parameter.grad is not None:
-            self._see(name, local(parameter.grad))
-
-    def _see(self, name: str, tensor: Tensor) -> None:
-        if self.first is not None or not tensor.is_floating_point():
+    def _see(self, name: str, tensor: Tensor | None) -> None:
+        if self.first is not None or tensor is None or not tensor.is_floating_point():
             return
-        bad = int((~tensor.detach().isfinite()).sum())
-        if bad:
+        tensor = local(tensor.detach())
+        if bad := int((~tensor.isfinite()).sum()):
             self.first = f"{name} ({bad} of {tensor.numel()} values, micro-batch {self._micro_batch})"
 
 

@@ -37,7 +37,8 @@ def closing_lines(
         page: report page of the run; None: it could not be written.
     """
     of = f" of {max_steps}" if max_steps >= 0 else ""
-    spent = f"{_count(step - start)} in {_duration(status.trained_seconds)} of training, {_duration(seconds)} in all"
+    count = f"{step - start} step{'' if step - start == 1 else 's'}"
+    spent = f"{count} in {_duration(status.trained_seconds)} of training, {_duration(seconds)} in all"
     lines = [("", f"{how} at step {step}{of}: {spent}")]
     for name, (steps, values) in logged_metrics(run_dir / "metrics.csv", metrics).items():
         first, last = (f"{values[i]:.4g} at step {steps[i]}" for i in (0, -1))
@@ -59,10 +60,6 @@ def closing_lines(
         lines.append(("next", "the same command with ckpt_path=last continues from there"))
     width = max(len(label) for label, _ in lines)
     return [f"  {label:{width}}  {text}" if label else text for label, text in lines]
-
-
-def _count(steps: int) -> str:
-    return f"{steps} step{'' if steps == 1 else 's'}"
 
 
 def _duration(seconds: float) -> str:

@@ -99,7 +99,7 @@ def world_tables(height: int, width: int, device: str = "cpu") -> WorldTables:
     photographs = [_background(photograph(name), *size) for name in PHOTOGRAPHS]
     backgrounds = np.stack([picture for photo in photographs for picture in (photo, photo[:, ::-1])])
     return WorldTables(
-        backgrounds=torch.from_numpy(_packed(backgrounds)),
+        backgrounds=torch.from_numpy((backgrounds @ np.array([1, 1 << 8, 1 << 16])).astype(np.int32)),
         masks=torch.cat([object_masks(box), torch.zeros(1, SIZES, box, box)]).to(torch.int32),
         textures=torch.from_numpy(np.stack([_texture(i, box) for i in range(TEXTURES)]).astype(np.int32)),
         colours=torch.tensor(list(COLOURS.values()), dtype=torch.int32),
@@ -157,10 +157,6 @@ def _resized(picture: np.ndarray, axis: int, length: int) -> np.ndarray:
     share = (at % 256).reshape(-1, *[1] * (picture.ndim - 1 - axis))
     first, second = picture.take(low, axis), picture.take(np.minimum(low + 1, last), axis)
     return (first * (256 - share) + second * share + 128) // 256
-
-
-def _packed(rgb: np.ndarray) -> np.ndarray:
-    return (rgb @ np.array([1, 1 << 8, 1 << 16])).astype(np.int32)
 
 
 def _mask(shape: str, box: int, size: int) -> np.ndarray:

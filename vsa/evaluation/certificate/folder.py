@@ -96,21 +96,27 @@ class _Parts:
     def get(
         self, name: str, settings: Mapping[str, Any], measure: Callable[[], Any], picture: Path | None = None
     ) -> Any:
-        """The result of a file of equal settings and its picture, else that of `measure`, which becomes the file."""
+        """The result of a file of equal settings and its picture, else that of `measure`, which becomes the file.
+
+        A file that was altered is no result: it is measured again.
+        """
         path, own = self.folder / f"{name}.json", json.loads(json.dumps({**self.identity, **settings}))
         stored = read_json(path) if path.is_file() else {}
-        if stored.get("settings") == own and "result" in stored and stored.get("picture") == _digest(picture):
+        if stored == {"settings": own, **_sealed(stored.get("result"), picture)}:
             print(f"{name}: measured before, {path}")
             return stored["result"]
         print(f"{name}: measuring")
         # as it is read later
         result = json.loads(json.dumps(plain(measure())))
-        write_record(path, {"settings": own, "result": result, "picture": _digest(picture)})
+        write_record(path, {"settings": own, **_sealed(result, picture)})
         return result
 
 
-def _digest(picture: Path | None) -> str | None:
-    return file_digest(picture) if picture is not None and picture.is_file() else None
+def _sealed(result: Any, picture: Path | None) -> dict[str, Any]:
+    """A result with its digest and that of its picture."""
+    digest = hashlib.sha256(json.dumps(result).encode()).hexdigest()
+    drawn = file_digest(picture) if picture is not None and picture.is_file() else None
+    return {"result": result, "digest": digest, "picture": drawn}
 
 
 def _judged(parity: Mapping[str, Any]) -> tuple[list[str], list[str]]:

@@ -42,11 +42,6 @@ Install = Callable[[Any], Any]
 """Function that installs attention in a transformer, see `apply`."""
 
 
-def _number(value: Any) -> float:
-    """A number of a file; NaN for anything else."""
-    return float(value) if type(value) in (int, float) else math.nan
-
-
 @dataclass(frozen=True, kw_only=True)
 class Transformer:
     """A transformer and the attention that is certified in it.
@@ -133,10 +128,7 @@ class Transformer:
 
         What is missing, or no number from 0 on, fails.
         """
-        parity = parity if isinstance(parity, Mapping) else {}
-        found = parity.get("checks")
-        stored = [each for each in found if isinstance(each, Mapping)] if isinstance(found, list) else []
-        errors = {str(each.get("compared")): _number(each.get("error")) for each in stored}
+        errors = {each["compared"]: float(each["error"]) for each in parity["checks"]}
         tolerances = {WHOLE: TOLERANCES[self.dtype]}
         if self.sparse is not None:
             tolerances[GATED] = TOLERANCES[self.dtype]
@@ -147,7 +139,7 @@ class Transformer:
             name, error = next((item for item in errors.items() if item[0].startswith(kind)), (kind, math.nan))
             failed = not 0 <= error <= tolerance
             checks.append({"compared": name, "error": error, "tolerance": tolerance, "failed": failed})
-        return {"checks": checks, "sparse_difference": _number(parity.get("sparse_difference"))}
+        return {"checks": checks, "sparse_difference": float(parity["sparse_difference"])}
 
     @torch.no_grad()
     def step_ms(self, repeats: int) -> dict[str, list[float]]:

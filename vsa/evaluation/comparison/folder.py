@@ -95,7 +95,8 @@ def compare_attention(asked: CompareSettings) -> Path:
     rows: list[Row] = []
     if captures is not None:
         # the model's own method too, where its gates are known
-        own = [] if captures.attention is None else [_as_trained(captures.attention)]
+        trained = captures.attention
+        own = [] if trained is None else [Method(label=AS_TRAINED, family=AS_TRAINED, config=trained, trained=True)]
         rows = measure_captures(captures, [*methods, *own], asked, device, getattr(torch, dtype))
     denoised, sampling = [], {}
     if model is not None and asked.prompts:
@@ -160,10 +161,6 @@ def _given_captures(asked: CompareSettings, device: str) -> Captures:
         return load_captures(asked.captures)
     assert asked.synthetic is not None
     return draw_captures(asked.synthetic, heads=asked.heads, head_dim=asked.head_dim, seed=asked.seed, device=device)
-
-
-def _as_trained(config: Mapping[str, Any]) -> Method:
-    return Method(label=AS_TRAINED, family=AS_TRAINED, config=config, trained=True)
 
 
 def capture_clips(model: ComparedModel, clips: Sequence[str | Clip], asked: CompareSettings) -> Captures:

@@ -179,13 +179,10 @@ def left_out(inspection: Inspection, *, num_layers: int) -> str:
     line = ""
     if parts:
         line = f"The page draws {', '.join(parts)}; --layers, --heads, --queries and --megabytes choose others."
-    if inspection.silent:
-        line += f" {len(inspection.silent)} of {num_layers} layers choose no tiles: {_listed(inspection.silent)}."
+    if silent := inspection.silent:
+        listed = ", ".join([*map(str, silent[:8]), *["..."] * (len(silent) > 8)])
+        line += f" {len(silent)} of {num_layers} layers choose no tiles: {listed}."
     return line.strip()
-
-
-def _listed(numbers: Sequence[int]) -> str:
-    return ", ".join(map(str, numbers[:8])) + (", ..." if len(numbers) > 8 else "")
 
 
 def _facts(run: SamplingPipeline, clip: Clip, inspection: Inspection, topk: int | Sequence[int]) -> dict[str, str]:

@@ -244,13 +244,10 @@ class Checkpointing(L.Callback):
             else:
                 rank_zero_info(f"{failure}: trying once more")
                 if trainer.is_global_zero:
-                    self._make_room()
+                    # what may be deleted before a new checkpoint is complete
+                    with suppress(OSError):
+                        prune_checkpoints(self.folder, None, max(FEWEST, self.keep - 1))
                 self._save, self._tried_again = save.again(), True
-
-    def _make_room(self) -> None:
-        """Delete what may be deleted before a new checkpoint is complete."""
-        with suppress(OSError):
-            prune_checkpoints(self.folder, None, max(FEWEST, self.keep - 1))
 
     def _agree_on(self, trainer: L.Trainer, failure: Exception | None) -> int:
         """Outcome of a save over all ranks: the worst one."""

@@ -50,8 +50,9 @@ def memory(job: Job) -> Parts:
 
 def _state(job: Job) -> Parts:
     """Bytes of a rank's state between two steps."""
+    rounded = (SINGLE - HALF) * job.frozen_rounded
     return {
-        "parameters": sum(_held_parameters(n, job) for n in job.networks),
+        "parameters": sum(_held(n.parameters, job) - rounded * n.frozen for n in job.networks),
         "optimizer moments": sum(n.moment_bytes for n in job.networks) / job.dims.shard,
         "averaged weights": _held(job.networks[0].parameters, job) if job.averaged else 0.0,
     }
@@ -76,10 +77,6 @@ def total_memory(job: Job) -> float:
 def _held(parameters: float, job: Job) -> float:
     """fp32 bytes of this rank's shard."""
     return SINGLE * parameters / job.dims.shard
-
-
-def _held_parameters(network: PlannedNetwork, job: Job) -> float:
-    return _held(network.parameters, job) - (SINGLE - HALF) * network.frozen * job.frozen_rounded
 
 
 def _moments(job: Job, network: PlannedNetwork) -> list[Parts]:

@@ -162,8 +162,8 @@ class Estimate:
             return advice
         job = self.largest
         freezes = any(network.frozen for network in job.networks) and not (job.sharded or job.frozen_rounded)
-        half = [(ROUNDED, _rounded)] if freezes else []
-        eight_bit = (EIGHT_BIT, _with_8_bit_moments)
+        half = [(ROUNDED, lambda job: replace(job, frozen_rounded=True))] if freezes else []
+        eight_bit = (EIGHT_BIT, lambda job: replace(job, networks=[replace(n, moments="int8") for n in job.networks]))
         for changes in (half, [eight_bit], [*half, eight_bit]):
             other, names = self, ""
             for name, change in changes:
@@ -197,14 +197,6 @@ class Estimate:
                     f"task.parallel.activation_checkpointing={level} fits"
                 )
         return None
-
-
-def _rounded(job: Job) -> Job:
-    return replace(job, frozen_rounded=True)
-
-
-def _with_8_bit_moments(job: Job) -> Job:
-    return replace(job, networks=[replace(network, moments="int8") for network in job.networks])
 
 
 def gib(value: float) -> str:
