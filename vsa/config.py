@@ -419,21 +419,21 @@ def _with_defaults(node: Any) -> Any:
 
 def build(config: DictConfig | Mapping[str, Any], **arguments: Any) -> Any:
     """Instantiate a config node with checked targets; `arguments` are added to its own."""
+    if not isinstance(config, Mapping) or "_target_" not in config:
+        raise ValueError(f"{shown(config)} is no class with its settings: it has no _target_")
     try:
         return instantiate(config, _convert_="all", **arguments)
     except InstantiationException as error:
-        cause = error.__cause__
+        cause, in_lightning = error.__cause__, type(error.__cause__).__module__.startswith("lightning.")
         # hydra appends the key on a separate line
         key = str(error).rpartition("full_key: ")[2].strip() if "full_key: " in str(error) else ""
         if isinstance(cause, ImportError):
             raise ValueError(f"{key or config['_target_']} needs {_missing_package(cause)}") from error
         if is_out_of_memory(cause):
             reason = too_large(partial(instantiate, config, _convert_="all", **arguments), cause)
-        elif isinstance(cause, RuntimeError):
-            # the lines after the first are a C++ stack trace
-            reason = str(cause).partition("\n")[0]
-        elif isinstance(cause, (ValueError, TypeError, OSError)) or type(cause).__module__.startswith("lightning."):
-            reason = str(cause)
+        elif isinstance(cause, (ValueError, TypeError, OSError, RuntimeError)) or in_lightning:
+            # the lines after the first of a RuntimeError are a C++ stack trace
+            reason = str(cause).partition("\n")[0] if isinstance(cause, RuntimeError) else str(cause)
         else:
             raise
         raise ValueError(reason + (f" (config key {key})" if key else "")) from error

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -16,6 +19,7 @@ from torch import Tensor, nn
 
 from vsa.checkpoints.run_checkpoint import read_checkpoint
 from vsa.checkpoints.sampling_settings import sampling_of
+from vsa.checkpoints.state_file import write_state
 from vsa.data.toy_videos import render_clip, score_clip
 from vsa.diffusion.flow_matching import noise_like
 from vsa.diffusion.rollout import rollout, rollout_noise
@@ -309,11 +313,11 @@ def test_load_run_refuses_what_cannot_work(tmp_path: Path, tiny_run_dir: Path, t
         load_run(tmp_path / "nowhere")
     with pytest.raises(ValueError, match="weights must be ema or model, got 'best'"):
         load_run(tiny_run_dir, weights="best")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="no config for sparsity"):
+    with pytest.raises(ValueError, match=r"the config of checkpoint .* lacks sparsity"):
         load_run(write_tiny_run(tmp_path / "b", config=without(tiny_config(), "sparsity")))
     config = tiny_config()
     config["data"] = without(config["data"], "codec")
-    with pytest.raises(ValueError, match=r"no config for data\.codec"):
+    with pytest.raises(ValueError, match=r"the config of checkpoint .* lacks data\.codec"):
         load_run(write_tiny_run(tmp_path / "c", config=config))
     config = tiny_config()
     config["data"]["text_encoder"]["max_tokens"] = 9
@@ -324,6 +328,39 @@ def test_load_run_refuses_what_cannot_work(tmp_path: Path, tiny_run_dir: Path, t
     with pytest.raises(ValueError, match=r"os\.system is not allowed"):
         load_run(write_tiny_run(tmp_path / "e", config=config))
     assert not (tmp_path / "owned").exists()
+
+
+def parts(node: Any, key: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Keys of all objects in a config."""
+    for name, inner in node.items():
+        if isinstance(inner, dict):
+            yield (*key, name)
+            yield from parts(inner, (*key, name))
+
+
+def test_parts_of_another_kind_in_a_stored_config_are_refused(tmp_path: Path, tiny_run_dir: Path, tiny_config):
+    """Each object of the config in turn is missing, or is what it should not be."""
+    shutil.copytree(tiny_run_dir, tmp_path / "run")
+    (checkpoint,) = (tmp_path / "run" / "checkpoints").iterdir()
+    state = json.loads((checkpoint / "state.json").read_text())
+    stored = json.dumps({**state["config"], "callbacks": {"samples": {"steps": 2}}})
+    keys, refused = [*parts(json.loads(stored))], 0
+    assert {("task", "objective", "shift"), ("callbacks", "samples"), ("data", "codec")} <= {*keys}
+    state = {name: value for name, value in state.items() if name not in ("schema", "digest")}
+    for key in keys:
+        for value in (..., "text", [["a"]]):
+            config = json.loads(stored)
+            node = config
+            for name in key[:-1]:
+                node = node[name]
+            node.pop(key[-1]) if value is ... else node.update({key[-1]: value})
+            write_state(checkpoint, state | {"config": config})
+            # a traceback is any other error
+            with suppress(ValueError):
+                load_run(tmp_path / "run")
+                refused -= 1
+            refused += 1
+    assert refused > 2 * len(keys)
 
 
 # distilled generators

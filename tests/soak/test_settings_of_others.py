@@ -146,7 +146,9 @@ def test_settings_of_others(attempt, runs, command_line, tmp_path, monkeypatch):
         def start(number: int, which: str, settings: dict[str, Any]) -> tuple[int, str]:
             if attempt % 3 == 1:
                 config = OmegaConf.create(runs.last("precious").state["config"])
-                OmegaConf.update(config, which, settings, force_add=True)
+                for argument, own in settings.items():
+                    # settings of a class cannot be merged into a list
+                    OmegaConf.update(config, f"{which}.{argument}", own, merge=False, force_add=True)
                 stored = OmegaConf.to_container(config, resolve=False)
                 assert isinstance(stored, dict)
                 with_config(runs, tmp_path / f"run-{number}" / "checkpoints", {str(k): v for k, v in stored.items()})

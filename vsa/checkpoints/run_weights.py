@@ -20,6 +20,7 @@ from vsa.checkpoints.wan import sparse_settings
 from vsa.checkpoints.wan_config import transformer_config
 from vsa.checkpoints.wan_names import is_gate
 from vsa.checkpoints.weights import WeightSource
+from vsa.files import check_kind
 from vsa.models.init import without_memory
 from vsa.models.network import Network
 
@@ -125,15 +126,13 @@ class RunWeights(WeightSource):
     def network(self, **options: Any) -> Network:
         from vsa.config import check_targets, model_factory
 
-        self.require_config("model", "attention")
+        self.require_config(model=dict, attention=dict)
         check_targets(self.run_config)
         return model_factory(self.run_config)(**options)
 
-    def require_config(self, *keys: str) -> None:
-        """Raise ValueError if the config lacks one of `keys`."""
-        for key in keys:
-            if key not in self.run_config:
-                raise ValueError(f"checkpoint {self.source} has no config for {key}")
+    def require_config(self, **kinds: Any) -> None:
+        """Raise ValueError for a config without one of these parts, or with one of another kind, see `check_kind`."""
+        check_kind(self.run_config, kinds, f"the config of checkpoint {self.source}")
 
     def refuse_other_architecture(self, model: Network) -> None:
         refuse_other_sizes(model, self.checkpoint)

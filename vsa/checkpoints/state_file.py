@@ -28,7 +28,10 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 _KIND = {
     "step": Count,
     "files": {str: str},
-    "config?": dict.fromkeys(("task?", "model?", "attention?", "sparsity?", "data?", "optim?", "trainer?"), dict),
+    "config?": {
+        **dict.fromkeys(("task?", "model?", "attention?", "sparsity?", "data?", "optim?", "trainer?"), dict),
+        "callbacks?": {str: dict | None},
+    },
     **dict.fromkeys(("seed?", "skipped_steps?", "skipped_in_row?", "flops_measured?"), Count),
     "flops_total?": NonNegative,
     "without_gradient?": {str: list},

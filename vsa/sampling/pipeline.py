@@ -36,6 +36,7 @@ from vsa.diffusion.flow_matching import TIMESTEP_SCALE, FlowShift, give_first_fr
 from vsa.diffusion.latent_statistics import LatentStatistics
 from vsa.diffusion.rollout import rollout_noise
 from vsa.diffusion.sampler import euler_sigmas, guide, sample_euler, sample_few_step
+from vsa.files import check_kind
 from vsa.models.compute_dtype import compute_in, hold_rounded, rounds_to
 from vsa.models.network import Network
 from vsa.sampling.first_frames import CLEAN, FirstFrames, frames_of, held_out_frames, image_inputs
@@ -215,7 +216,8 @@ def load_run(
             "export through a pipeline (`vsa sample --pipeline PIPELINE --transformer EXPORT`)"
         )
     if isinstance(source, RunWeights):
-        source.require_config("model", "attention", "task", *([] if "sparse_attention" in state else ["sparsity"]))
+        task = {"objective": {"shift": dict}, "parallel?": dict | None}
+        source.require_config(task=task, **({} if "sparse_attention" in state else {"sparsity": dict}))
     codec, text_encoder = _matching("codec", source), _matching("text_encoder", source)
     schedule = source.schedule
     # the initialisation, which is overwritten, must not change the caller's random state
@@ -255,10 +257,8 @@ def load_run(
 
 def _matching(key: str, source: WeightSource) -> Any:
     """The codec or text encoder of a config, checked against the one that encoded the training data."""
-    node, expected = source.run_config["data"].get(key), source.state[key]
-    if node is None:
-        raise ValueError(f"checkpoint {source.name} has no config for data.{key}, which sampling needs")
-    component = build(node)
+    check_kind(source.run_config, {"data": {key: dict}}, f"the config of checkpoint {source.name}")
+    component, expected = build(source.run_config["data"][key]), source.state[key]
     if component.hash != expected["hash"]:
         raise ValueError(
             f"data.{key} of checkpoint {source.name} is {component.id} with hash {component.hash}, but the training "

@@ -71,11 +71,7 @@ PART = ("trainer.overfit_batches", "trainer.fast_dev_run", "trainer.precision")
 
 # copies of optim and sparsity in the configs of older checkpoints
 _COPIES = ("task.optim", "task.sparsity")
-_SHOWN = 8
-_NEAREST = 3
-
-
-_UNSET = "unset"
+_SHOWN, _NEAREST, _UNSET = 8, 3, "unset"
 
 
 @dataclass(frozen=True, kw_only=True)
