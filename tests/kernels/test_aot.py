@@ -36,8 +36,9 @@ ACCEPTED_SPILLS = {
     # ragged query blocks of several steps; half as many tokens spill as much, twice the warps or 144 registers spill
     # nothing and halve the loads in flight
     ("_combine_backward_kernel", 100): 32,
-    # rows of 5,120 numbers with a gate, its sum and places; all other forms spill nothing
+    # rows of 5,120 numbers (sm_90: 999 in fp32) with a gate and its sum; all other forms spill nothing
     ("_residual_norm_grad_kernel", 100): 48,
+    ("_residual_norm_grad_kernel", 90): 32,
 }
 # with fine masks, at D=64 and 128 on sm_90: in the loop over masked entries; D=128: the other keeps its registers
 ACCEPTED_SPILLS_FINE = {"_fwd_kernel": 48, "_dq_kernel": 32, "_dkv_kernel": 160}
@@ -81,8 +82,8 @@ def spill_bound(record: dict[str, Any]) -> int:
     is_tuned = record["arch"] == 90 and constants.get("D") in (64, 128)
     if constants.get("ISOLATED"):
         # works only where something is not finite, with the tiles of the other variant, so that finite rows have the
-        # same bits; on sm_80 ragged tiles of 128 at D=128 do not fit
-        return 4096 if record["arch"] == 80 else 128
+        # same bits; on sm_80 ragged tiles of 128 at D=128 do not fit, on sm_90 tiles at D=240 miss 216 bytes
+        return 4096 if record["arch"] == 80 else 256
     if constants.get("FINE"):
         accepted_bytes = max(accepted_bytes, ACCEPTED_SPILLS_FINE[record["kernel"]])
     if constants.get("FINE") and record["arch"] == 90 and constants["D"] > 128:

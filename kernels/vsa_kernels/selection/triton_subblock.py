@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 
 from vsa_kernels.block_index import Blocks
 from vsa_kernels.block_sparse.triton_tiles import Tiles, described
-from vsa_kernels.launch import capability, cdiv, launch, next_power_of_2
+from vsa_kernels.launch import cdiv, launch, next_power_of_2
 
 _LOG2E = 1.4426950408889634
 _STAGES = 2
@@ -142,8 +142,8 @@ def scores(
     # larger tiles of fp32 means would not fit into registers and shared memory
     rows, dtype = (128, torch.bfloat16) if half else (max(32, group_q, group_kv), torch.float32)
     even = kv_groups.min_size == group_kv
-    if half and not even and capability(bias.device)[0] != 9:
-        # masked loads in tiles of 128 leave sm_80 and sm_100 too few registers, and sm_100 too little memory at D=256
+    if half and not even:
+        # masked loads in tiles of 128 leave too few registers, and from D=256 on too little shared memory
         rows = max(64, group_q, group_kv)
     q_mean, k_mean = (x.to(dtype).contiguous() for x in (q_mean, k_mean))
     B, subs_q, H, D = q_mean.shape
