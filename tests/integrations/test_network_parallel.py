@@ -19,10 +19,10 @@ from vsa.training.parallel import ParallelPlan, build_model
 SPARSE = partial(VideoSparseAttention, tile_thw=(1, 2, 2), gate_init="model")
 
 
-@pytest.fixture(scope="module")
-def mesh(tmp_path_factory):
-    store = dist.FileStore(str(tmp_path_factory.mktemp("mesh") / "store"), 1)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+@pytest.fixture
+def mesh(tmp_path):
+    """A mesh of this process, for a test alone: ranks that a later test forks would inherit its group."""
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
     yield init_device_mesh("cpu", (1,))
     dist.destroy_process_group()
 
