@@ -419,8 +419,8 @@ def _with_defaults(node: Any) -> Any:
 
 def build(config: DictConfig | Mapping[str, Any], **arguments: Any) -> Any:
     """Instantiate a config node with checked targets; `arguments` are added to its own."""
-    if not isinstance(config, Mapping) or "_target_" not in config:
-        raise ValueError(f"{shown(config)} is no class with its settings: it has no _target_")
+    if not isinstance(config, Mapping):
+        raise ValueError(f"{shown(config)} is no class with its settings")
     try:
         return instantiate(config, _convert_="all", **arguments)
     except InstantiationException as error:
