@@ -21,7 +21,7 @@ SPARSE = partial(VideoSparseAttention, tile_thw=(1, 2, 2), gate_init="model")
 
 @pytest.fixture
 def mesh(tmp_path):
-    """A mesh of this process, for a test alone: ranks that a later test forks would inherit its group."""
+    """A mesh of this process, for a test alone, so that no rank of a later test can inherit its group."""
     dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
     yield init_device_mesh("cpu", (1,))
     dist.destroy_process_group()

@@ -86,7 +86,7 @@ def spill_bound(record: dict[str, Any]) -> int:
     if constants.get("ISOLATED"):
         # works only where something is not finite, with the tiles of the other variant, so that finite rows have the
         # same bits; on sm_80 ragged tiles of 128 at D=128 do not fit, on sm_90 tiles at D=240 miss 216 bytes
-        return 4096 if record["arch"] == 80 else 256
+        return {80: 4096, 90: 216}.get(record["arch"], 128)
     if constants.get("FINE"):
         accepted_bytes = max(accepted_bytes, ACCEPTED_SPILLS_FINE[record["kernel"]])
     if constants.get("FINE") and record["arch"] == 90 and constants["D"] > 128:
