@@ -144,6 +144,17 @@ def test_an_older_config_that_names_the_run_folder_resumes():
     assert [change.key for change in changed_settings(before, cfg)] == ["callbacks.diagnostics.every_n_steps"]
 
 
+def test_adapters_of_a_config_that_lists_them_resume():
+    now = compose_run("task=finetune", "lora=adapters")
+    before = json.loads(json.dumps(resolved(now)))
+    assert before["task"]["lora"]["targets"] is None
+    # as written when the default was this list
+    before["task"]["lora"]["targets"] = ["to_q", "to_k", "to_v", "to_out.0", "ffn.net.0.proj", "ffn.net.2"]
+    assert changed_settings(before, now) == []
+    before["task"]["lora"]["targets"].pop()
+    assert [change.key for change in changed_settings(before, now)] == ["task.lora.targets"]
+
+
 def test_devices_logging_and_intervals_are_free():
     before = json.loads(json.dumps(resolved(compose_run())))
     changes = changed_settings(before, compose_run(*FREE_CHANGES))

@@ -71,6 +71,8 @@ PART = ("trainer.overfit_batches", "trainer.fast_dev_run", "trainer.precision")
 
 # copies of optim and sparsity in the configs of older checkpoints
 _COPIES = ("task.optim", "task.sparsity")
+# defaults in the configs of older checkpoints, where null now stands for them
+_NULL_NOW = {"task.lora.targets": ["to_q", "to_k", "to_v", "to_out.0", "ffn.net.0.proj", "ffn.net.2"]}
 _SHOWN, _NEAREST, _UNSET = 8, 3, "unset"
 
 
@@ -109,6 +111,7 @@ def changed_settings(before: Mapping[str, Any], cfg: DictConfig) -> list[Change]
         key: Change(key=key, before=was, now=value, free=_is_free(key, was, value, part))
         for key, was, value in _differences(old, now, "")
         if not _within(key, _COPIES) and (not _within(key, SHOWN) or _within(key, part))
+        if value is not None or was != _NULL_NOW.get(key)
     }
     refused = [key for key, change in changes.items() if not change.free]
     follows = dict(_interpolated(cfg))
